@@ -328,3 +328,10 @@ def test_hosts_that_come_when_the_run_begins(tmp_path: Path, capsys: pytest.Capt
     file.write_text(file.read_text().replace("environment", "kubernets"))
     assert run_check(file, True) == 2
     assert "did you mean 'kubernetes'" in capsys.readouterr().out
+
+
+def test_settings_and_an_engine_on_the_command_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(file, True, file_only=True, settings=["engine.kind=slrum"]) == 2
+    assert "there is no such engine; did you mean 'slurm'" in capsys.readouterr().out
+    assert run_check(file, True, file_only=True, settings=["compute.groups=2000"]) == 2
+    assert "2000" in capsys.readouterr().out

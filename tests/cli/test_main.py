@@ -210,3 +210,45 @@ def test_a_run_is_stopped_as_by_ctrl_c(folder: Path, monkeypatch: pytest.MonkeyP
         assert json.loads(capsys.readouterr().out)["status"] == "running"
         assert call(monkeypatch, "stop", "latest") == 0
         assert other.poll() is not None  # its code went to whoever waited first
+
+
+def test_the_runs_of_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "runs") == 2
+    assert "there is no folder" in capsys.readouterr().err
+    first = make_run(folder)
+    first.write_json("summary.json", {"status": "done", "steps": 5, "samples": 40, "seconds": 1.5, "eval": {"eval_accuracy": 0.9}})
+    first.close()
+    make_run(folder).close()
+    os.utime(first.path, (1, 1))
+    assert call(monkeypatch, "runs") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said] == ["run", "job-001", "job-002"]
+    assert "eval_accuracy 0.9" in said[1]
+    assert "lost" in said[2]
+    assert call(monkeypatch, "runs", "--json", str(folder / "runs")) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["status"] for row in rows] == ["done", "lost"]
+
+
+def test_logs_are_followed_until_the_run_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(folder)
+    alive = iter([True, True, False])
+
+    def lives(_process: object) -> bool:
+        """Each time that it is asked for, a role has printed more; the last line is not complete."""
+        run.log("worker/0", "more\nand " if (here := next(alive)) else "more")
+        return here
+
+    monkeypatch.setattr("zmqtrain.cli.runs.launcher_of", lambda _path: object())
+    monkeypatch.setattr("zmqtrain.cli.runs.lives", lives)
+    monkeypatch.setattr("zmqtrain.cli.runs.LOOK_S", 0)
+    assert call(monkeypatch, "logs", "-f", "latest", "worker/0") == 0
+    run.close()
+    assert capsys.readouterr().out == "hello\nmore\nand more\nand more\n"
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith("zmqtrain 0.")

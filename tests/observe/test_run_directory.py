@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
+import signal
 import threading
 from pathlib import Path
 
 import pytest
 
 from zmqtrain.errors import UsageError
+from zmqtrain.observe.append_file import AppendFile
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 
 
@@ -101,3 +105,55 @@ def test_runs_are_found_by_path_by_name_and_as_the_latest(tmp_path: Path) -> Non
     assert find_run("latest", parent=tmp_path).name in ("job-001", "job-002")
     with pytest.raises(UsageError, match="job-002"):
         find_run("job-003", parent=tmp_path)
+
+
+def test_what_cannot_be_written_is_said_once_and_listed(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").symlink_to("/dev/full")
+    directory = RunDirectory.go_on(tmp_path / "run")
+    directory.on_failure = said.append
+    for _ in range(2):
+        directory.event({"kind": "step"})
+        directory.flush()
+    directory.log("worker/0", "a line\n")
+    directory.leave("summary.json", {"status": "done"})
+    directory.close()
+    assert said == [f"warning: {tmp_path}/run/events.jsonl cannot be written: No space left on device. Training continues"]
+    assert directory.unwritten == ["events.jsonl: No space left on device"]
+    assert (tmp_path / "run" / "logs" / "worker-0.log").read_text() == "a line\n"
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_directory_that_somebody_removes(tmp_path: Path) -> None:
+    said: list[str] = []
+    directory = RunDirectory.create("job", parent=tmp_path)
+    directory.on_failure = said.append
+    shutil.rmtree(directory.path)
+    directory.event({"kind": "step"})
+    directory.flush()
+    directory.log("worker/0", "a line\n")
+    directory.leave("summary.json", {"status": "done"})
+    directory.close()
+    assert said == [f"warning: somebody has removed {directory.path}: nothing about this run is kept. Training continues"]
+    assert directory.gone
+    assert directory.unwritten == [f"{directory.path}: it was removed while the run was using it"]
+
+
+def test_lines_that_had_no_room_come_later_and_whole(tmp_path: Path) -> None:
+    file = AppendFile(tmp_path / "file")
+    file.write("one\n")
+    assert file.flush() == ""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+        file.write("two\nthree\n")
+        assert file.flush() == "File too large"
+        assert (tmp_path / "file").read_text() == "one\ntwo\n"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    file.write("four\n")
+    assert file.close() == ""
+    assert (file.lost_bytes, (tmp_path / "file").read_text()) == (0, "one\ntwo\nthree\nfour\n")

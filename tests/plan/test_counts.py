@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from tests.parallel.placed.models import Transformer, alexnet, images, words
@@ -13,6 +14,7 @@ from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.traffic import Sent
 from zmqtrain.parallel.modelled import without_content
 from zmqtrain.parallel.plan import Choice, LayerPlan, Plan
+from zmqtrain.parallel.rehearsal import rehearse
 from zmqtrain.parallel.sums import sum_gradients
 from zmqtrain.plan.counted import counted, predicted
 from zmqtrain.plan.layers import Stage, stages
@@ -112,3 +114,26 @@ def test_what_a_plan_is_priced_at_is_what_is_sent(name: str, how: str) -> None:
     assert sent == predicted(found)
     nothing = all(layer.placed == Placed("whole", Grid(4, 1)) for layer in found.layers)  # all compute the same on the same samples
     assert nothing != bool(sent)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ("batch 1x4", "whole 4x1"),
+        ("batch 1x4", "whole 2x2", "whole 4x1"),
+        ("domain 4x1", "batch 1x4", "whole 4x1"),
+        ("model 4x1", "batch 1x4", "model 4x1", "domain 2x2", "batch 1x4"),
+    ],
+)
+def test_residual_blocks_whose_branches_lie_in_different_ways(ways: Sequence[str]) -> None:
+    """What is brought to where a branch ends is priced as it is sent, also a block's own input."""
+    x = images(32)(BATCH).to("meta")
+    with torch.device("meta"):
+        model = resnet().double()
+    layers = stages(trace_layers(model, [x]))
+    choices = [*(ways[number % len(ways)].split() for number in range(len(layers) - 1)), ["batch", "1x4"]]
+    plan = Plan(tuple(LayerPlan(stage.name, how, Grid.parse(grid)) for stage, (how, grid) in zip(layers, choices, strict=True)))  # type: ignore[arg-type]
+    problem = Problem(layers, BATCH, 4, LINK, Ours(WORD_BYTES))
+    priced = price(problem, placed_of(problem, plan))
+    assert counted(layers, rehearse(model, [x], Grid(1, 4), plan, BATCH)) == predicted(priced)
+    assert any(each.charged for each in problem.graph.brought)

@@ -48,7 +48,7 @@ class FakeCoordinator:
         self.heard: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
         self.gives_up = False
         """Whether to answer heartbeats as if this host had been given up."""
-        for name in ("join", "heartbeat", "exited", "report", "leave"):
+        for name in ("join", "heartbeat", "exited", "report", "halt", "leave"):
             endpoint.serve(f"membership.{name}", getattr(self, f"_{name}"))
         endpoint.serve("preempt", self._preempt)
 
@@ -73,6 +73,11 @@ class FakeCoordinator:
             assert isinstance(event, dict)
             said = "a traceback" if event.get("quiet") else event["text"]
             self.heard[str(event["peer"])].append((event["kind"], said))
+        return None
+
+    async def _halt(self, caller: PeerId, reason: Value) -> Value:
+        assert isinstance(reason, dict)
+        self.heard[caller].append(("halts", reason["message"], reason["exit_code"]))
         return None
 
     async def _leave(self, caller: PeerId) -> Value:
@@ -197,6 +202,8 @@ def again(left: int) -> tuple[Any, ...]:
     return ("log", f"worker/0 was lost and is started again (at most {left} more times)\n")
 
 
+TOLD = ("halts", "the agent of h1 was told to end (SIGTERM)", 143)
+
 CASES = {
     "all end well": Case({"worker/0": ["ends well"]}, nothing, {"worker/0": [("exited", 0, None, False)]}),
     "a worker is killed": Case({"worker/0": ["dies"]}, nothing, {"worker/0": [KILLED]}),
@@ -231,11 +238,15 @@ CASES = {
         halt_for_a_bad_loss,
         {"worker/0": [("the grace time is over",), ("exited", 143, None, True)]},
     ),
-    "a signal to the agent": Case({"worker/0": ["waits"]}, end_by_a_signal, {"worker/0": [("exited", 143, None, True)]}),
+    "a signal to the agent": Case(
+        {"worker/0": ["waits"]},
+        end_by_a_signal,
+        {"worker/0": [("exited", 143, None, True)], AGENT: [TOLD]},
+    ),
     "a preempted host": Case(
         {"worker/0": ["waits"]},
         be_preempted,
-        {"worker/0": [("exited", 143, None, True)], AGENT: [("asks for a checkpoint",)]},
+        {"worker/0": [("exited", 143, None, True)], AGENT: [("asks for a checkpoint",), TOLD]},
     ),
     "a worker that the run goes on without": Case(
         {"worker/0": ["waits", "ends well"]}, lose, {"worker/0": [KILLED, again(0), ("exited", 0, None, False)]}, restarts=1

@@ -99,3 +99,16 @@ def test_a_warning_of_a_role_is_shown(tmp_path: Path) -> None:
     record.report("worker/0", [{"kind": "warning", "time": 1.0, "step": 0, "values": {"text": "mind this"}}])
     record._directory.close()
     assert view.notes == ["warning: worker/0: mind this"]
+
+
+def test_a_run_that_could_not_keep_everything_says_what_and_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    record, view = record_of(tmp_path, "")
+    for step in (100, 200):
+        reason = f"checkpoint {step} cannot be written: No space left on device"
+        record.checkpoint_event("checkpoint failed", {"step": step, "reason": reason})
+    record.write_up(Ending("done", 0), 9.0)
+    assert [note for note in view.notes if "cannot be written" in note] == [
+        "warning: checkpoint 100 cannot be written: No space left on device"
+    ]
+    assert view.notes[-1] == "not kept: 2 checkpoints from step 100 to 200"
+    assert (record.exit_code(Ending("done", 0)), record.exit_code(Ending("failed", 3))) == (72, 3)

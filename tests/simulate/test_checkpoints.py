@@ -98,3 +98,12 @@ def test_a_loss_at_any_moment_leaves_whole_checkpoints(at: float, tmp_path: Path
         Checkpoint(folder).require(RunShape("gossip", 4, 1, 0))
     assert run.newest.step == STEPS
     assert not list(run.folder.glob(".*"))
+
+
+def test_a_run_goes_on_without_checkpoints_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file, in which there can be no folder")
+    run = Kept(tmp_path / "run")
+    assert run.result.ending.status == "done"
+    assert {kind for kind, _ in run.told} == {"checkpoint failed"}
+    assert {step for _, step in run.told} == set(range(5, STEPS + 1, 5))

@@ -11,7 +11,7 @@ from zmqtrain.topology.rounded import rounded_rate, rounded_size, rounded_time
     ("seconds", "text"),
     [
         (0, "0"),
-        (2.5e-7, "0.25 us"),
+        (2.5e-7, "250 ns"),
         (9.994e-4, "999 us"),
         (9.996e-4, "1 ms"),
         (0.0123, "12.3 ms"),

@@ -1,12 +1,17 @@
-"""Registers the backend with torch."""
+"""Registers the backend with torch, which calls `register` itself while it is imported (the entry point ``torch.backends``).
+
+So this module imports nothing at its top: every ``import torch`` where zmqtrain is installed pays for it. What the backend consists
+of is imported when a process group is made.
+"""
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import _DistributedBackendOptions
+from typing import TYPE_CHECKING
 
-from zmqtrain.c10d.process_group import ZmqProcessGroup
-from zmqtrain.c10d.rendezvous import rendezvous
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+
+    from zmqtrain.c10d.process_group import ZmqProcessGroup
 
 #: The name for ``init_process_group(backend=...)``.
 BACKEND = "zmq"
@@ -14,6 +19,9 @@ BACKEND = "zmq"
 
 def create(options: _DistributedBackendOptions, _backend_options: object) -> ZmqProcessGroup:
     """A process group, once all its ranks have arrived. Called by torch."""
+    from zmqtrain.c10d.process_group import ZmqProcessGroup
+    from zmqtrain.c10d.rendezvous import rendezvous
+
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     names = [f"rank {rank}" for rank in ranks]
     transport = rendezvous(options.store, options.group_rank, names, options.timeout)
@@ -21,6 +29,9 @@ def create(options: _DistributedBackendOptions, _backend_options: object) -> Zmq
 
 
 def register() -> None:
-    """Register the backend, once."""
-    if BACKEND not in dist.Backend.backend_list:
+    """Register the backend, once. A torch without distributed training has none."""
+    import torch.distributed as dist
+
+    # An error here would be one of `import torch`, in programs that do not use this backend.
+    if dist.is_available() and BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])

@@ -4,64 +4,65 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from secrets import token_hex
+from typing import Literal
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from zmqtrain.arena import Arena, shared_memory_missing
+from zmqtrain.c10d.notices import SETTING, Notices
 from zmqtrain.c10d.one_host import OneHost
 from zmqtrain.c10d.several_hosts import NetworkThread, SeveralHosts
 from zmqtrain.c10d.transport import Transport
-from zmqtrain.errors import PeerTimeoutError, UsageError
-from zmqtrain.membership.environment import BIND, PORTS, ports_in
+from zmqtrain.errors import UsageError
+from zmqtrain.membership.environment import BIND, ENCRYPTED_IO_THREADS, PORTS, ports_in
+from zmqtrain.membership.secret import read_token
+from zmqtrain.net.curve import Identity
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.zeromq import open_zeromq
 
-SETTING = "timeout= of init_process_group() or new_group()"
 #: The variable with the address at which other hosts find this rank; by default, that of the interface towards ``MASTER_ADDR``.
 ADDRESS = "ZMQTRAIN_HOST"
+#: The variable that allows plain text between hosts: ``disabled``, as of ``[job] transport_encryption``.
+ENCRYPTION = "ZMQTRAIN_TRANSPORT_ENCRYPTION"
 
 
 def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta, *, host: str | None = None) -> Transport:
-    """Meet the other ranks. Raises `PeerTimeoutError` that names a missing rank, and `UsageError` if the backend cannot work here.
+    """Meet the other ranks. Raises `PeerTimeoutError` that names a missing rank, `RunTokenError` that names one with another token,
+    and `UsageError` if the backend cannot work here.
 
     ``host``: ranks that pass the same value share memory; by default found automatically.
     """
     missing = shared_memory_missing()
     if missing is not None:
         raise UsageError(f'the "zmq" backend needs shared memory, but {missing}')
-    # A program may destroy its group and make another one in the same store, where what the first one wrote is still to be found.
-    store = PrefixStore(f"group-{store.add(f'made/{rank}', 1)}", store)
-    store.set(f"host/{rank}", host or this_host())
+    notices = Notices(store, rank, names, timeout, read_token(os.environ))
+    found = notices.meet(host=host or this_host(), encryption=encryption_wanted())
     ranks_of: dict[str, list[int]] = {}
-    for other, name in enumerate(names):
-        ranks_of.setdefault(_get(store, f"host/{other}", name, timeout), []).append(other)
+    for other, told in enumerate(found):
+        ranks_of.setdefault(told["host"], []).append(other)
     hosts = list(ranks_of.values())
     here = next(ranks for ranks in hosts if rank in ranks)
-    key = f"memory/{here[0]}"
+    encrypted = encrypts(found, names)
     if rank == here[0]:
         region = Arena.create(len(here))
-        store.set(key, region.path)
+        notices.tell("memory", region.path)
         arena = Arena(region, 0)
     else:
-        arena = Arena.join(_get(store, key, names[here[0]], timeout), here.index(rank))
+        arena = Arena.join(notices.hear("memory", here[0]), here.index(rank))
     timeout_s = timeout.total_seconds()
     memory = OneHost(arena, here.index(rank), [names[other] for other in here], timeout_s=timeout_s, setting=SETTING)
     if len(hosts) == 1:
         return memory
-    if rank == 0:
-        store.set("token", token_hex(16))
-    settings = settings_here(_get(store, "token", names[0], timeout), timeout_s)
     network = NetworkThread()
     try:
-        node = network.call(_open(names[rank], settings))
-        store.set(f"address/{rank}", node.address)
+        node = network.call(_open(names[rank], settings_here(notices.run_token, timeout_s, encrypted=encrypted)))
+        notices.tell("address", node.address)
         for other, name in enumerate(names):
-            network.loop.call_soon_threadsafe(node.add_peer, name, _get(store, f"address/{other}", name, timeout))
+            network.loop.call_soon_threadsafe(node.add_peer, name, notices.hear("address", other))
         return SeveralHosts(network, node, memory, names, hosts, rank, timeout_s=timeout_s, setting=SETTING)
     except BaseException:
         network.close()
@@ -72,8 +73,38 @@ async def _open(name: str, settings: NetSettings) -> Node:
     return await open_zeromq(name, settings=settings)
 
 
-def settings_here(token: str, timeout_s: float) -> NetSettings:
-    """Where this rank listens, and where others find it, which differ if addresses are translated on the way (NAT)."""
+def encryption_wanted() -> Literal["required", "disabled"]:
+    """Whether this rank encrypts connections to other hosts: always, unless the environment says otherwise. Raises `UsageError`."""
+    match os.environ.get(ENCRYPTION, ""):
+        case "" | "required":
+            return "required"
+        case "disabled":
+            return "disabled"
+        case other:
+            raise UsageError(f'{ENCRYPTION} is {other!r}; it must be "required", as without it, or "disabled"')
+
+
+def encrypts(found: Sequence[Mapping[str, str]], names: Sequence[str]) -> bool:
+    """Whether the ranks encrypt their connections: not within one host. Raises `UsageError`, on all of them, if they differ.
+
+    ``found``: each rank's ``host`` and ``encryption``. ``names``: of the ranks.
+    """
+    if len({told["host"] for told in found}) == 1:
+        return False
+    for name, told in zip(names, found, strict=True):
+        if told["encryption"] != found[0]["encryption"]:
+            raise UsageError(
+                f"transport encryption is {told['encryption']} for {name}, but {found[0]['encryption']} for {names[0]}: set "
+                f"{ENCRYPTION} alike in all processes"
+            )
+    return found[0]["encryption"] == "required"
+
+
+def settings_here(token: str, timeout_s: float, *, encrypted: bool) -> NetSettings:
+    """Where this rank listens, and where others find it, which differ if addresses are translated on the way (NAT).
+
+    ``encrypted``: with new keys. It admits only those who are added as peers.
+    """
     address = listening_address()
     bind = os.environ.get(BIND) or (address if _is_own(address) else _everywhere())
     return NetSettings(
@@ -82,6 +113,8 @@ def settings_here(token: str, timeout_s: float) -> NetSettings:
         advertise="" if bind == address else address,
         ports=ports_in(os.environ.get(PORTS, "")),
         greet_s=timeout_s,
+        identity=Identity() if encrypted else None,
+        io_threads=ENCRYPTED_IO_THREADS if encrypted else 1,
     )
 
 
@@ -117,15 +150,6 @@ def _is_own(address: str) -> bool:
 
 def _everywhere() -> str:
     return "::" if _is_own("::") else "0.0.0.0"
-
-
-def _get(store: Store, key: str, name: str, timeout: timedelta) -> str:
-    try:
-        store.wait([key], timeout)
-    except RuntimeError as error:  # torch's stores raise DistStoreError, a subclass
-        raise PeerTimeoutError(name, "it to join the process group", timeout.total_seconds(), SETTING) from error
-    content: bytes = store.get(key)
-    return content.decode()
 
 
 def this_host() -> str:

@@ -23,10 +23,12 @@ from torch.optim import Optimizer
 
 from zmqtrain.arena import Arena, Region, shared_memory_missing
 from zmqtrain.c10d.ddp_replica import SETTING, DdpReplica
-from zmqtrain.c10d.rendezvous import settings_here, this_host
+from zmqtrain.c10d.groups import Groups
+from zmqtrain.c10d.rendezvous import encryption_wanted, encrypts, settings_here, this_host
 from zmqtrain.c10d.several_hosts import NetworkThread
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.server_settings import ModelServerSettings
+from zmqtrain.membership.secret import read_token, run_token
 from zmqtrain.net.node import Node
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.server.model_server import ModelServer
@@ -77,25 +79,19 @@ class ModelServers:
 
         Raises `ValueError` if the world cannot be divided in this way, and `TaskError` for an optimizer that servers cannot run.
         """
-        world, self._rank = dist.get_world_size(), dist.get_rank()
-        size = group_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if world % size:
-            raise ValueError(f"{world} ranks cannot be divided into groups of {size}: pass another group_size")
+        divided = Groups(group_size)
+        self._rank, world, size, group, position = dist.get_rank(), divided.world, divided.size, divided.group, divided.place
         groups = tuple(tuple(f"worker/{first + place}" for place in range(size)) for first in range(0, world, size))
-        group, position = divmod(self._rank, size)
-        self.within: Any = None
+        self.within: Any = divided.within
         """The process group of this rank's own group, for DistributedDataParallel."""
-        for number in range(world // size):
-            made = dist.new_group(list(range(number * size, (number + 1) * size)))
-            self.within = made if number == group else self.within
         self._timeout_s = timeout_s
         self._network = NetworkThread()
         self._region: Region | None = None
         self._nodes: list[Node] = []
         self._serving: asyncio.Task[None] | None = None
-        token = [token_hex(16)]
-        dist.broadcast_object_list(token, 0)
-        self._settings = settings_here(token[0], timeout_s)
+        run = [token_hex(16)]
+        dist.broadcast_object_list(run, 0)
+        self._token = run_token(read_token(os.environ) or "", run[0])
         try:
             self._arenas = self._share_memory()
             self._replica = DdpReplica(model, optimizer, size, bucket_bytes, self._arenas[0], timeout_s)
@@ -160,12 +156,15 @@ class ModelServers:
 
     def _share_memory(self) -> tuple[Arena | None, Arena | None]:
         """The worker's and the server's slot in a region that the ranks of each host share."""
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, None if shared_memory_missing() else this_host())
-        here = [rank for rank, host in enumerate(hosts) if host is not None and host == hosts[self._rank]]
+        world = dist.get_world_size()
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, {"host": this_host(), "encryption": encryption_wanted(), "memory": shared_memory_missing()})
+        self._encrypted = encrypts(found, [f"rank {rank}" for rank in range(world)])
+        own = found[self._rank]
+        here = [rank for rank, told in enumerate(found) if own["memory"] is told["memory"] is None and told["host"] == own["host"]]
         if here and here[0] == self._rank:
             self._region = Arena.create(2 * len(here))
-        paths: list[Any] = [None] * len(hosts)
+        paths: list[Any] = [None] * world
         dist.all_gather_object(paths, None if self._region is None else self._region.path)
         if not here:
             return None, None
@@ -174,10 +173,11 @@ class ModelServers:
 
     async def _open(self) -> list[Node]:
         """The endpoints of the worker and of the server."""
-        return [
-            await open_zeromq(f"{kind}/{self._rank}", settings=replace(self._settings, arena=arena))
-            for kind, arena in zip(("worker", "server"), self._arenas, strict=True)
-        ]
+        nodes = []
+        for kind, arena in zip(("worker", "server"), self._arenas, strict=True):
+            settings = settings_here(self._token, self._timeout_s, encrypted=self._encrypted)  # with keys of its own
+            nodes.append(await open_zeromq(f"{kind}/{self._rank}", settings=replace(settings, arena=arena)))
+        return nodes
 
     async def _serve(self, addresses: Sequence[tuple[str, str]]) -> None:
         """Run this rank's server, for all workers; its worker gets the addresses of all servers."""

@@ -10,18 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from zmqtrain.cli.runs import launcher_of, run_status
+from zmqtrain.cli.runs import LOOK_S, launcher_of, lives, run_status
+from zmqtrain.cli.tail import Tail
 from zmqtrain.errors import HostLostError, SshError
 from zmqtrain.launcher.ssh.leftovers import inspect_hosts
 from zmqtrain.observe.live import View, make_view
 from zmqtrain.observe.run_directory import find_run
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.placement import place
-
-#: Seconds between two looks at the run's files.
-LOOK_S = 0.2
 
 
 class Follower:
@@ -30,12 +26,12 @@ class Follower:
     def __init__(self, path: Path, view: View) -> None:
         """Follow the run from now on, without its earlier output."""
         self._path, self._view = path, view
-        self._seen: dict[Path, int] = {file: file.stat().st_size for file in self._files()}
+        self._tail = Tail(self._files())
 
     def look(self) -> None:
         """Show new output."""
         for file in self._files():
-            lines = self._new_lines(file)
+            lines = self._tail.new_lines(file)
             if file.suffix == ".log" and lines:
                 self._view.log(file.stem.replace("-", "/", 1), "\n".join(lines))
             elif file.suffix == ".jsonl":
@@ -50,15 +46,6 @@ class Follower:
 
     def _files(self) -> list[Path]:
         return [self._path / "events.jsonl", *sorted((self._path / "logs").glob("*.log"))]
-
-    def _new_lines(self, file: Path) -> list[str]:
-        start = self._seen.get(file, 0)
-        with file.open("rb") as stream:
-            stream.seek(start)
-            data = stream.read()
-        whole = data[: data.rfind(b"\n") + 1]  # the last line may not be complete yet
-        self._seen[file] = start + len(whole)
-        return whole.decode(errors="replace").splitlines()
 
 
 def run_attach(name: str, *, json_lines: bool = False) -> int:
@@ -78,7 +65,7 @@ def run_attach(name: str, *, json_lines: bool = False) -> int:
     follower = Follower(path, view)
     view.begin(f"attached to {path}: Ctrl-C detaches, zmqtrain stop {path} stops the run")
     try:
-        while _lives(launcher):
+        while lives(launcher):
             follower.look()
             time.sleep(LOOK_S)
         follower.look()
@@ -114,10 +101,3 @@ def _without_launcher(path: Path) -> int:
         "last checkpoint, if there is one"
     )
     raise HostLostError("\n".join(lines))
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import secrets
 import sys
+from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
 
 from zmqtrain.cli.check_tables import print_faults, print_tables, rows_of
 from zmqtrain.cli.emulation import emulation_of
+from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import EngineError, HostLostError, HostsError, TopologyError, UsageError
 from zmqtrain.launcher.check.file import Finding, look_at_file
 from zmqtrain.launcher.check.hosts import findings_of
 from zmqtrain.launcher.engine import GatheringEngine, RemoteEngine, make_engine
 from zmqtrain.launcher.preflight import PreflightReport, inspect_hosts
-from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
@@ -37,15 +38,16 @@ def run_check(
     file_only: bool = False,
     emulate: bool = False,
     load: bool | None = None,
+    settings: Sequence[str] = (),
 ) -> int:
     """Check a topology file and print what was found. The exit code is 0, or 2 if anything would prevent the run.
 
     ``data``: the value of ``--data`` at the launch. ``file_only``: check no other machine. ``emulate``: check the hosts as
     ``launch --emulate`` would place them on this machine. ``load``: import the task here; ``None``: only if all hosts are this
-    machine.
+    machine. ``settings``: changes to the file, ``section.key=value``.
     """
     try:
-        topology = load_topology(path)
+        topology = load_with(Path(path), settings)
     except TopologyError as error:
         print_faults(error, json)
         return FAULTY

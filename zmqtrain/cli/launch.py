@@ -20,6 +20,7 @@ from zmqtrain.launcher.engine import GatheringEngine, make_engine
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.launcher.slurm.engine import in_allocation, require_allocation
 from zmqtrain.launcher.ssh.room import lacks_room, with_room, with_room_here
+from zmqtrain.launcher.streams import survive_closed_streams
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
@@ -36,6 +37,7 @@ def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | 
 
     Raises `UsageError` (and its children) before anything is started.
     """
+    survive_closed_streams()
     options = options or LaunchOptions()
     topology = load_with(file, options.all_settings())
     emulation = emulation_of(topology, options.emulate, options.shaping, options.dilation)

@@ -47,5 +47,9 @@ class LaunchOptions:
     def all_settings(self) -> list[str]:
         """All changes to the file, including those that have options of their own."""
         dilation = [] if self.dilation is None else [f"network.dilation={self.dilation!r}"]
-        engine = [] if self.engine is None else [f"engine.kind={self.engine}"]
-        return [*self.settings, *dilation, *engine]
+        return with_engine([*self.settings, *dilation], self.engine)
+
+
+def with_engine(settings: Sequence[str], engine: str | None) -> list[str]:
+    """Changes to the file, and ``--engine``'s."""
+    return [*settings, *([] if engine is None else [f"engine.kind={engine}"])]

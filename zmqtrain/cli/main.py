@@ -14,13 +14,40 @@ app = typer.Typer(
     name="zmqtrain",
     help="Train a PyTorch model on a few machines over an ordinary network.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"zmqtrain {version('zmqtrain')}")
+        raise typer.Exit()
+
+
+def _runs_like(incomplete: str) -> list[str]:
+    """For the shell's completion: names of runs in ``runs``."""
+    from zmqtrain.observe.run_directory import runs_of
+
+    return [name for path in runs_of(Path("runs")) if (name := path.name).startswith(incomplete)] + ["latest"]
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train a PyTorch model on a few machines over an ordinary network."""
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines only, for machines.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The topology file.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, a run's name such as digits-001, or latest.")]
+Run = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A run directory, a run's name such as digits-001, or latest.", autocompletion=_runs_like),
+]
 Data = Annotated[str | None, typer.Option(help="Where the task finds its data. Default: the ZMQTRAIN_DATA variable.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the file. May be repeated.")
@@ -103,14 +130,28 @@ def check(
         bool | None,
         typer.Option("--load/--no-load", help="Import the task and call its function. Default: if all hosts are this machine."),
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="The engine that starts the agents, instead of the file's \\[engine] kind.")
+    ] = None,
+    settings: Settings = None,
 ) -> None:
     """Show what a launch of FILE would do, and what would prevent it.
 
     If hosts are other machines, it checks them, too: names, ports, bandwidth and round trips, clocks, versions, free space, keys.
     """
     from zmqtrain.cli.check import run_check
+    from zmqtrain.cli.launch_options import with_engine
 
-    raise typer.Exit(run_check(file, json_lines, data=data, file_only=file_only, emulate=emulate, load=load))
+    code = run_check(
+        file,
+        json_lines,
+        data=data,
+        file_only=file_only,
+        emulate=emulate,
+        load=load,
+        settings=with_engine(settings or (), engine),
+    )
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -317,6 +358,17 @@ def status(run: Run = "latest", json_lines: Json = False) -> None:
     raise typer.Exit(run_status(run, json_lines=json_lines))
 
 
+@app.command("runs")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where the run directories are.")] = Path("runs"),
+    json_lines: Json = False,
+) -> None:
+    """List the runs of a folder, the oldest first, with their state and results."""
+    from zmqtrain.cli.runs import run_list
+
+    raise typer.Exit(run_list(folder, json_lines=json_lines))
+
+
 @app.command()
 def report(
     runs: Annotated[
@@ -325,12 +377,13 @@ def report(
     output: Annotated[
         Path | None, typer.Option(help="The file to write. Default: report.html in the directory of the (first) run.")
     ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     json_lines: Json = False,
 ) -> None:
     """Write one self-contained page about a run: curves, step times, traffic, staleness, and what went wrong."""
     from zmqtrain.cli.report import run_report
 
-    raise typer.Exit(run_report(runs or ["latest"], output=output, json_lines=json_lines))
+    raise typer.Exit(run_report(runs or ["latest"], output=output, json_lines=json_lines, open_it=open_it))
 
 
 @app.command()
@@ -358,11 +411,17 @@ def stop(
 
 
 @app.command()
-def logs(run: Run = "latest", role: Annotated[str | None, typer.Argument(help="One role, such as worker/3.")] = None) -> None:
+def logs(
+    run: Run = "latest",
+    role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="One role, such as worker/3.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Also print what comes, until the run ends. Ctrl-C leaves the run alone.")
+    ] = False,
+) -> None:
     """Print what the roles of a run have printed."""
     from zmqtrain.cli.runs import run_logs
 
-    raise typer.Exit(run_logs(run, role))
+    raise typer.Exit(run_logs(run, role, follow=follow))
 
 
 @app.command(cls=LaunchCommand, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})

@@ -62,7 +62,8 @@ class Tables:
     ) -> None:
         """Print layers and totals, and with ``why`` the alternatives to each layer."""
         verb = "The given plan" if given else "Plan"
-        self._print(f"\n[bold]{verb} for {problem.processes} processes and a batch of {problem.batch}[/]")
+        processes = "1 process" if problem.processes == 1 else f"{problem.processes} processes"
+        self._print(f"\n[bold]{verb} for {processes} and a batch of {problem.batch}[/]")
         self._layers(problem, layers)
         if why:
             self._print("\nWhat each layer would cost with another choice (its neighbours as planned, without overlap)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from zmqtrain.observe.run_directory import find_run, training_of
 from zmqtrain.observe.strict_json import dumps
 
 
-def run_report(names: Sequence[str], *, output: Path | None = None, json_lines: bool = False) -> int:
-    """Write the page, by default ``report.html`` in the first run's directory; with ``json_lines`` print its data instead."""
+def run_report(names: Sequence[str], *, output: Path | None = None, json_lines: bool = False, open_it: bool = False) -> int:
+    """Write the page, by default ``report.html`` in the first run's directory; with ``json_lines`` print its data instead.
+    ``open_it``: show it in a browser. Raises `UsageError` if the page cannot be written."""
     paths = [find_run(name) for name in names]
     runs = [{**read_run(training_of(path)), "name": path.name} for path in paths]
     if json_lines:
@@ -29,5 +31,8 @@ def run_report(names: Sequence[str], *, output: Path | None = None, json_lines: 
     for run in runs:
         for note in run["notes"]:
             print(f"{run['name']}: {note}", file=sys.stderr)
+    if open_it and webbrowser.open(target.absolute().as_uri()):
+        print(f"opened {target.absolute()} in a browser")
+        return 0
     print(f"open {target.absolute()} in a browser ({target.stat().st_size / 1024:.0f} KiB; it needs nothing else)")
     return 0

@@ -1,4 +1,4 @@
-"""``zmqtrain status``, ``stop`` and ``logs``: follow and control a run from another terminal."""
+"""``zmqtrain status``, ``runs``, ``stop`` and ``logs``: follow and control a run from another terminal."""
 
 from __future__ import annotations
 
@@ -6,30 +6,50 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+from rich.console import Console
 
+from zmqtrain.cli.table import table_of
+from zmqtrain.cli.tail import Tail
 from zmqtrain.errors import CheckpointError, HostLostError, SshError, UsageError
 from zmqtrain.launcher.slurm.submit import cancel, job_of, state_of
 from zmqtrain.launcher.ssh.leftovers import stop_hosts
-from zmqtrain.observe.run_directory import find_run, log_name, training_of
+from zmqtrain.observe.run_directory import find_run, log_name, runs_of, training_of
 from zmqtrain.train.checkpoint.folder import find_checkpoints
 
+#: Seconds between two looks at what a run has printed.
+LOOK_S = 0.2
 #: How often, and how many seconds apart, a cancelled job is checked: Slurm's default KillWait is half a minute.
-LOOK_S, MOST_LOOKS = 1.0, 300
+JOB_LOOK_S, MOST_LOOKS = 1.0, 300
 #: States of a Slurm job in which it may compute, now or later.
 _LIVE = {"pending", "configuring", "running", "completing", "suspended", "stopped", "requeued", "requeue_hold", "signaling"}
 
 
 def run_status(name: str, *, json_lines: bool = False) -> int:
     """Print the state of a run. Raises `UsageError` if there is no such run."""
-    path = find_run(name)
+    status = state_of_run(find_run(name))
+    if json_lines:
+        print(json.dumps(status))
+    else:
+        print("  ".join(f"{key} {value}" for key, value in status.items() if value is not None))
+    return 0
+
+
+def state_of_run(path: Path) -> dict[str, Any]:
+    """The state of a run, and its results if there are any: the row of ``zmqtrain status --json``."""
     process = launcher_of(path)
     summary = path / "summary.json"
-    status = {"run": str(path), "status": "running" if process else "lost", "pid": process.pid if process else None}
+    status: dict[str, Any] = {
+        "run": str(path),
+        "status": "running" if process else "lost",
+        "pid": process.pid if process else None,
+    }
     if summary.exists():
         values = json.loads(summary.read_text(encoding="utf-8"))
         status |= {key: values.get(key) for key in ("status", "steps", "samples", "seconds", "eval")}
@@ -38,11 +58,35 @@ def run_status(name: str, *, json_lines: bool = False) -> int:
     if process is None and status["status"] in ("lost", "preempted") and (job := job_of(path)) is not None:
         # The launcher runs in the job, on another machine; a job that was preempted runs again.
         status |= {"status": state_of(job) or status["status"], "job": job}
+    return status
+
+
+def run_list(folder: Path, *, json_lines: bool = False) -> int:
+    """Print the runs of a folder, in the order in which they were last changed. Raises `UsageError` if there is no such folder."""
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder.absolute()}: runs are in the folder runs of where they were launched")
+    paths = sorted(runs_of(folder), key=lambda path: path.stat().st_mtime)
+    states = [state_of_run(path) for path in paths]
     if json_lines:
-        print(json.dumps(status))
-    else:
-        print("  ".join(f"{key} {value}" for key, value in status.items() if value is not None))
+        for state in states:
+            print(json.dumps(state))
+        return 0
+    if not states:
+        print(f"{folder.absolute()} contains no runs")
+        return 0
+    table = table_of("run", "status", ">steps", ">samples", ">seconds", "evaluation")
+    for path, state in zip(paths, states, strict=True):
+        numbers = [f"{state[key]:,.0f}" if state.get(key) is not None else "" for key in ("steps", "samples", "seconds")]
+        results = state.get("eval") or ({"loss": state["loss"]} if state.get("loss") is not None else {})
+        table.add_row(
+            path.name, str(state["status"]), *numbers, "  ".join(f"{key} {_short(value)}" for key, value in results.items())
+        )
+    Console().print(table)
     return 0
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def run_stop(name: str, *, checkpoint: bool = False) -> int:
@@ -64,6 +108,7 @@ def run_stop(name: str, *, checkpoint: bool = False) -> int:
 def _stop_launcher(path: Path) -> None:
     process = launcher_of(path)
     if process is not None:
+        print(f"stopping {path}: its launcher (process {process.pid}) ends it with a checkpoint where it can", flush=True)
         process.send_signal(signal.SIGINT)
         _wait_for_end(process)
     hosts = asyncio.run(stop_hosts(path))
@@ -78,6 +123,11 @@ def _stop_launcher(path: Path) -> None:
         raise HostLostError(
             f"the run could not be stopped on these hosts; run this command again when they can be reached:\n  {lines}"
         )
+    if process is not None:
+        state = state_of_run(path)
+        after = f" after {state['steps']} steps" if state.get("steps") is not None else ""
+        kept = find_checkpoints(training_of(path) / "checkpoints")
+        print(f"{path}: {state['status']}{after}; " + (f"its newest checkpoint is {kept[-1]}" if kept else "it has no checkpoint"))
 
 
 def _wait_for_end(process: psutil.Process) -> None:
@@ -110,23 +160,37 @@ def _stop_job(path: Path, job: str) -> None:
         if state_of(job) not in _LIVE:
             print(f"Slurm job {job}: cancelled")
             return
-        time.sleep(LOOK_S)
-    raise HostLostError(f"Slurm job {job} was cancelled, but is still {state_of(job)} after {MOST_LOOKS * LOOK_S:g} s: see squeue")
+        time.sleep(JOB_LOOK_S)
+    raise HostLostError(
+        f"Slurm job {job} was cancelled, but is still {state_of(job)} after {MOST_LOOKS * JOB_LOOK_S:g} s: see squeue"
+    )
 
 
-def run_logs(name: str, role: str | None = None) -> int:
-    """Print the output of all roles, or of one (``worker/3``). Raises `UsageError`."""
-    path = training_of(find_run(name))
-    files = sorted((path / "logs").glob("*.log"))
-    if role is not None:
-        files = [file for file in files if file.stem == log_name(role)]
-        if not files:
-            raise UsageError(f"{path} has no log of {role}: the role has printed nothing, or there is no such role")
-    for file in files:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                print(f"{file.stem} | {line}" if role is None else line, end="")
-    return 0
+def run_logs(name: str, role: str | None = None, *, follow: bool = False) -> int:
+    """Print the output of all roles, or of one (``worker/3``). ``follow``: until the run ends, or Ctrl-C. Raises `UsageError`."""
+    path = find_run(name)
+    training = training_of(path)
+
+    def files() -> list[Path]:
+        found = sorted((training / "logs").glob("*.log"))
+        return found if role is None else [file for file in found if file.stem == log_name(role)]
+
+    launcher = launcher_of(path) if follow else None
+    if role is not None and not files() and launcher is None:
+        raise UsageError(f"{training} has no log of {role}: the role has printed nothing, or there is no such role")
+    tail = Tail()
+    try:
+        while True:
+            last = launcher is None or not lives(launcher)  # looked at before the files: what it wrote at its end is there, too
+            for file in files():
+                for line in tail.new_lines(file, whole=last):
+                    print(f"{file.stem} | {line}" if role is None else line, flush=follow)
+            if last:
+                return 0
+            time.sleep(LOOK_S)
+    except KeyboardInterrupt:
+        print(f"the run continues ({path})", file=sys.stderr)
+        return 0
 
 
 def launcher_of(path: Path) -> psutil.Process | None:
@@ -137,6 +201,14 @@ def launcher_of(path: Path) -> psutil.Process | None:
         return process if abs(process.create_time() - float(created)) < 1.0 else None
     except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
         return None
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process runs: it has not ended, collected or not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _last_step(path: Path) -> dict[str, object] | None:

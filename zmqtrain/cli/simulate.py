@@ -13,6 +13,7 @@ from zmqtrain.cli.divided import decided
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import InvariantError, SimulationError, UsageError
 from zmqtrain.launcher.run import write_pid
+from zmqtrain.launcher.streams import survive_closed_streams
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
@@ -26,6 +27,7 @@ from zmqtrain.simulate.explore import FaultSource, Trial, explore, faults_for, h
 from zmqtrain.simulate.run import Options, resolved, simulate
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
+from zmqtrain.topology.plan import NOMINAL_FLOPS
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
@@ -48,6 +50,7 @@ def run_simulate(
     settings: Sequence[str] = (),
 ) -> int:
     """Simulate a topology file once, or with many seeds. Returns the exit code. Raises `UsageError`, `SimulationError`."""
+    survive_closed_streams()
     topology = load_with(file, settings)
     source = next((known for known in SOURCES if known == faults), None)
     if source is None:
@@ -115,11 +118,16 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     record.write_up(result.ending, result.seconds, more)
     for fault in result.faults:
         view.note(f"fault: {fault}")
+    if topology.compute.profile is None:
+        view.note(
+            f"computation takes the time of a nominal device of {NOMINAL_FLOPS / 1e9:g} GFLOP/s: give [compute] profile a shipped "
+            "profile, or what zmqtrain profile --out has measured, for a real one's"
+        )
     per_s = result.callbacks / took_s if took_s > 0 else 0.0
     view.note(f"{result.seconds:.6g} virtual seconds (seed {seed}) took {took_s:.1f} s, {per_s:,.0f} callbacks a second")
     if result.broken:
         raise InvariantError(seed, result.broken)
-    return result.ending.exit_code
+    return record.exit_code(result.ending)
 
 
 def _many(file: Path, topology: Topology, seeds: Sequence[int], source: FaultSource, jobs: int, *, json_lines: bool) -> int:

@@ -13,6 +13,7 @@ from zmqtrain.cli.tune_tables import Shown
 from zmqtrain.errors import UsageError
 from zmqtrain.experiment.search import TuningRun
 from zmqtrain.experiment.tuning import require_trials
+from zmqtrain.launcher.streams import survive_closed_streams
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.tune.baselines import StrategyName
 
@@ -43,6 +44,7 @@ def run_tune(
 ) -> int:
     """Tune the job of a topology file. Returns the exit code. Raises `UsageError`, `TaskError` and the error by which a trial
     fails."""
+    survive_closed_streams()
     topology = load_with(file, settings if how.dilation is None else [*settings, f"network.dilation={how.dilation!r}"])
     if topology.job.task is None:
         raise UsageError(f'{file} names no task: a search needs losses; add task = "file.py:function" to [job]')

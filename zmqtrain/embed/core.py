@@ -52,6 +52,7 @@ from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope as StepScope
 from zmqtrain.train.shares import in_step
 from zmqtrain.train.task import check_model
+from zmqtrain.train.verifying import one_of_each
 from zmqtrain.wire.tensor import TensorPayload
 
 T = TypeVar("T")
@@ -221,22 +222,20 @@ class Core:
             assert fabric is not None
             self._fabrics.append(fabric)
         grid, verify = self._fabrics
+        meetings, references = self._meetings, one_of_each([placement.role(peer).host for peer in members])
         return await device.run(
             lambda: DividedScript(
                 model,
                 optimizer,
                 context.topology,
                 (grid, verify),
-                self._meetings_of(),
+                meetings,
                 self._wait_for,
                 context.recorder,
                 served=served,
+                references=references,
             )
         )
-
-    def _meetings_of(self) -> Meetings:
-        assert self._meetings is not None
-        return self._meetings
 
     async def _stops(self, step: int) -> bool:
         assert self._part is not None

@@ -8,16 +8,17 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._dynamo  # takes over a second, which each role would otherwise spend on its first optimizer
 from setproctitle import setproctitle
 
-from zmqtrain.errors import UsageError
+from zmqtrain.errors import ConnectivityError, HostLostError, UsageError
 from zmqtrain.launcher.signals import wanted_on_sigterm
+from zmqtrain.membership.actions import TOLD_TO_END
+from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.loop import run
 from zmqtrain.run.enter import enter_run
@@ -47,9 +48,7 @@ def main(report_file: int) -> int:
         if script and peer.startswith("worker/"):
             _run_script(json.loads(script))
         else:
-            run(_stoppable(_run_role(environment)))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        return 128 + signal.SIGTERM
+            return run(_stoppable(environment))
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the last place that can say what happened; the exit code tells the agent
@@ -60,19 +59,46 @@ def main(report_file: int) -> int:
     return 0
 
 
-async def _run_role(environment: RoleEnvironment) -> None:
+async def _stoppable(environment: RoleEnvironment) -> int:
+    """Run the role until it returns, or SIGTERM tells it to end. Returns the exit code."""
+    told = asyncio.Event()
+    role = asyncio.ensure_future(_run_role(environment, told))
+
+    def end() -> None:
+        told.set()
+        role.cancel()
+
+    if not wanted_on_sigterm():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+    try:
+        await role
+    except asyncio.CancelledError:
+        if not told.is_set():
+            raise
+        return TOLD_TO_END
+    return 0
+
+
+async def _run_role(environment: RoleEnvironment, told: asyncio.Event) -> None:
+    """``told``: set before this is cancelled because the process was told to end."""
     async with enter_run(environment) as (context, _):
         if context.role.device == "modelled" and context.topology.compute.keep_memory:
             keep_memory()  # as on a real CPU: it receives messages of the same sizes in each step
-        await run_role(context)
+        try:
+            await run_role(context)
+        except asyncio.CancelledError:
+            if told.is_set() and not context.membership.halted.is_set():
+                await _say_why(context)
+            raise
 
 
-async def _stoppable(role: Coroutine[Any, Any, None]) -> None:
-    """Run the role until it returns, or is cancelled by SIGTERM."""
-    task = asyncio.ensure_future(role)
-    if not wanted_on_sigterm():
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await task
+async def _say_why(context: RoleContext) -> None:
+    """Tell the coordinator why this role ends, before the others see that its connections do."""
+    peer = context.role.peer
+    error = HostLostError(f"{peer} on {context.role.host} was told to end (SIGTERM)")
+    with suppress(ConnectivityError, TimeoutError):  # its end says so, too
+        async with asyncio.timeout(context.timeouts.flush_s):
+            await context.membership.fail({**report_of(error, peer), "exit_code": TOLD_TO_END})
 
 
 def _run_script(command: list[str]) -> None:

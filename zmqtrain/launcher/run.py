@@ -89,7 +89,7 @@ class Launch:
         self._view.end()
         self._record.write_up(ending, loop.time() - began, self._facts)
         (self._directory.path / "pid").unlink(missing_ok=True)
-        return ending.exit_code
+        return self._record.exit_code(ending)
 
     async def _live(self) -> Ending:
         async with AsyncExitStack() as stack:

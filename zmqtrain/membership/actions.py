@@ -10,6 +10,8 @@ from zmqtrain.errors import ConnectivityError, HostLostError, TaskError, ZmqTrai
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.wire.payload import Value
 
+#: The exit code of a process that SIGTERM has told to end, and that has ended in good order.
+TOLD_TO_END = 128 + 15
 #: Identifies a request that waits for an answer.
 Ticket: TypeAlias = int
 
@@ -136,6 +138,9 @@ class Failure:
         elif exit_code == 0 and not left:
             reason = f"{peer} on {host} ended without leaving the run (was sys.exit called?)"
             error = TaskError(reason)
+        elif exit_code == TOLD_TO_END:
+            reason = f"{peer} on {host} was told to end ({signal_name(TOLD_TO_END - 128)})"
+            error = HostLostError(reason)
         else:
             reason = f"{peer} on {host} exited with code {exit_code} and left no error report; see its log"
             error = TaskError(reason)

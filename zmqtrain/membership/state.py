@@ -47,10 +47,12 @@ class Entry:
     incarnation: int = 0
     exited: bool = False
     reason: str = ""
+    unseen: bool = False
+    """Whether the newest heartbeat of its agent, since it has joined, did not name it."""
 
     def welcome(self, incarnation: int, address: str, *, ready: bool = True) -> None:
         """The member has joined."""
-        self.presence, self.incarnation, self.reason = Presence.HERE, incarnation, ""
+        self.presence, self.incarnation, self.reason, self.unseen = Presence.HERE, incarnation, "", False
         self.member = replace(self.member, address=address, incarnation=incarnation, ready=ready)
 
     @property

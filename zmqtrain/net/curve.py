@@ -62,7 +62,8 @@ def _check() -> None:
     if not zmq.has("curve"):
         raise UsageError(
             "this build of ZeroMQ cannot encrypt (it lacks libsodium): install pyzmq's wheel from PyPI, or set "
-            '[job] transport_encryption = "disabled" if you trust the network'
+            '[job] transport_encryption = "disabled" (ZMQTRAIN_TRANSPORT_ENCRYPTION=disabled for the zmq backend of torch) if you '
+            "trust the network"
         )
 
 

@@ -232,7 +232,7 @@ def make_view(group_of: Mapping[str, int], *, json_lines: bool, every_steps: int
 
 
 def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]:
-    """The lines that are printed when a run is done."""
+    """The lines that are printed when a run is done. ``directory``: where its results are; empty: nowhere."""
     values = summary.to_dict()
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in values["eval"].items())
     step, exposed = values["step_s"]["median"], values["exposed_communication_s"]["median"]
@@ -261,7 +261,7 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
         lines.append(factor.removeprefix(", "))
     if metrics:
         lines.append(metrics)
-    return [*lines, f"all results: {directory}"]
+    return [*lines, f"all results: {directory}"] if directory else lines
 
 
 def _duration(seconds: float) -> str:

@@ -1,12 +1,18 @@
-"""``runs/NAME-NNN/``: what a run leaves behind."""
+"""``runs/NAME-NNN/``: what a run leaves behind.
+
+A disk that is full, or a directory that somebody removes, does not end the run: what cannot be written is reported once
+(`RunDirectory.on_failure`) and listed at the end (`RunDirectory.unwritten`).
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from zmqtrain.errors import UsageError
+from zmqtrain.errors import RunDirectoryError, UsageError
+from zmqtrain.observe.append_file import AppendFile
 from zmqtrain.observe.strict_json import dumps
 from zmqtrain.observe.trace import Trace
 
@@ -22,8 +28,13 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trace = Trace()
-        self._events: TextIO | None = (path / "events.jsonl").open("a", encoding="utf-8")
-        self._logs: dict[str, TextIO] = {}
+        self.on_failure: Callable[[str], None] = lambda _text: None
+        """Called with a line for the user when something cannot be written, once for each file."""
+        self._unwritten: dict[str, str] = {}  # what could not be written, and why
+        self._gone = False
+        self._events = AppendFile(path / "events.jsonl")
+        self._logs: dict[str, AppendFile] = {}
+        self._closed = False
 
     @classmethod
     def create(cls, name: str, *, parent: Path = Path("runs"), exact: Path | None = None) -> RunDirectory:
@@ -63,43 +74,98 @@ class RunDirectory:
         """The folder with the checkpoints."""
         return self.path / "checkpoints"
 
+    @property
+    def unwritten(self) -> list[str]:
+        """What could not be written, or has been removed, with the reasons; empty if everything is there."""
+        if self._gone:
+            return [f"{self.path}: it was removed while the run was using it"]
+        return [f"{name}: {reason}" for name, reason in self._unwritten.items()]
+
+    @property
+    def gone(self) -> bool:
+        """Whether somebody has removed the directory."""
+        return self._gone
+
+    def failed(self, name: str, reason: str) -> None:
+        """Note that something of the run could not be written."""
+        if name not in self._unwritten:
+            self._unwritten[name] = reason
+            if not self._gone:
+                self.on_failure(f"warning: {self.path / name} cannot be written: {reason}. Training continues")
+
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically: readers never see an incomplete file."""
+        """Write a file atomically: readers never see an incomplete file. Raises `RunDirectoryError`."""
         temporary = self.path / f".{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.path / name)
+        try:
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                os.replace(temporary, self.path / name)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise RunDirectoryError(self.path / name, error.strerror or str(error)) from error
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file atomically."""
+        """Write a JSON file atomically. Raises `RunDirectoryError`."""
         self.write(name, dumps(value, indent=2) + "\n")
+
+    def leave(self, name: str, value: Any) -> None:
+        """`write_json` at the run's end; if that is not possible, it is noted."""
+        self._look()
+        try:
+            self.write_json(name, value)
+        except RunDirectoryError as error:
+            self.failed(name, error.reason)
 
     def event(self, event: dict[str, Any]) -> None:
         """Append a line to ``events.jsonl``."""
-        if self._events is not None:
+        if not self._closed:
             self._events.write(dumps(event) + "\n")
 
     def log(self, peer: str, text: str) -> None:
         """Append to the log of a role."""
+        name = f"logs/{log_name(peer)}.log"
         file = self._logs.get(peer)
         if file is None:
-            file = self._logs[peer] = (self.path / "logs" / f"{log_name(peer)}.log").open("a", encoding="utf-8")
+            try:
+                file = self._logs[peer] = AppendFile(self.path / name)
+            except OSError as error:
+                self.failed(name, error.strerror or str(error))
+                return
         file.write(text)
-        file.flush()
+        self._check(name, file.flush())
 
     def flush(self) -> None:
         """Make the written events visible to readers of the file."""
-        if self._events is not None:
-            self._events.flush()
+        self._look()
+        self._check("events.jsonl", self._events.flush())
 
     def close(self) -> None:
         """Close the event file and the logs, and write the trace. Idempotent."""
-        if self._events is None:
+        if self._closed:
             return
-        self._events.close()
-        self._events = None
-        for file in self._logs.values():
-            file.close()
-        self.write("trace.json", self.trace.to_json())
+        self._look()
+        self._closed = True
+        logs = {f"logs/{log_name(peer)}.log": log for peer, log in self._logs.items()}
+        for name, file in {"events.jsonl": self._events, **logs}.items():
+            self._check(name, file.close())
+            if not file.lost_bytes:
+                self._unwritten.pop(name, None)  # it failed for a while only
+        try:
+            self.write("trace.json", self.trace.to_json())
+        except RunDirectoryError as error:
+            self.failed("trace.json", error.reason)
+
+    def _check(self, name: str, reason: str) -> None:
+        if reason:
+            self.failed(name, reason)
+
+    def _look(self) -> None:
+        """Notice that the directory has been removed."""
+        if not self._gone and not self._closed and self._events.removed and not (self.path / "topology.toml").exists():
+            self._gone = True
+            self.on_failure(f"warning: somebody has removed {self.path}: nothing about this run is kept. Training continues")
 
 
 def log_name(peer: str) -> str:
@@ -109,8 +175,12 @@ def log_name(peer: str) -> str:
 
 def latest_run(parent: Path = Path("runs")) -> Path | None:
     """The run that was started last."""
-    runs = [path for path in parent.glob("*-*") if (path / "topology.toml").exists()]
-    return max(runs, key=lambda path: path.stat().st_mtime, default=None)
+    return max(runs_of(parent), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def runs_of(parent: Path = Path("runs")) -> list[Path]:
+    """The run directories of a folder, by name."""
+    return sorted(path for path in parent.glob("*-*") if (path / "topology.toml").exists())
 
 
 def find_run(name: str, *, parent: Path = Path("runs")) -> Path:

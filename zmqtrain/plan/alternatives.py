@@ -24,7 +24,7 @@ class Alternative:
 
     placed: Placed
     cost: LayerCost
-    """With the redistribution of its input and of the next layer's."""
+    """With the redistribution of its input and of that of layers that take its output."""
     seconds: float
     """Communication, and compute if its time is known; includes the time by which the next layer takes longer than planned."""
 
@@ -80,14 +80,15 @@ def flip(problem: Problem, placed: Sequence[Placed], index: int, among: Sequence
 
 
 def _alternative(problem: Problem, placed: Sequence[Placed], index: int, how: Placed) -> Alternative:
-    """The layer itself, and the changes before and after it."""
-    stage, seconds = problem.layers[index], problem.link.seconds
+    """The layer itself, and the changes before and after it: of all layers that it sends to, or that it is brought to."""
+    stage, seconds, graph = problem.layers[index], problem.link.seconds, problem.graph
     changed = [*placed[:index], how, *placed[index + 1 :]]
     cost, longer_s = layer_cost(problem, changed, index), 0.0
-    if index + 1 < len(placed):
-        after = layer_cost(problem, changed, index + 1)
-        own, planned = _own(after), _own(layer_cost(problem, placed, index + 1))
-        longer_s = seconds(own.total) - seconds(planned.total)
+    others = {*graph.after(index), *(each.charged for each in graph.brought if index in (each.source, each.target))} - {index}
+    for other in sorted(others):
+        after = layer_cost(problem, changed, other)
+        own, planned = _own(after), _own(layer_cost(problem, placed, other))
+        longer_s += seconds(own.total) - seconds(planned.total)
         cost = replace(
             cost,
             redistribute=cost.redistribute + after.redistribute,

@@ -56,8 +56,14 @@ class Pricing(Protocol):
         """The same from each of ``sources`` to each of ``targets``, which are on grids of one number of processes."""
         ...
 
+    def meetings(
+        self, before: Stage, sources: Sequence[Placed], at: Stage, targets: Sequence[Placed], *, back: bool = False
+    ) -> Changes:
+        """The same of bringing a stage's outputs to where the outputs of the stage ``at`` lie, to which they are added."""
+        ...
+
     def change_key(self, before: Stage, after: Stage) -> Hashable:
-        """A key of everything in two successive layers on which `change` and `joins` depend."""
+        """A key of everything in a layer and one that takes its outputs on which `changes` and `joins` depend."""
         ...
 
 
@@ -107,6 +113,12 @@ class Paper:
         held, needed = Lies.of([each.needs() for each in sources], 0), Lies.of([each.needs() for each in targets], 1)
         pieces, share = lacking(needed, held) if back else lacking(held, needed)
         return Changes(np.ceil(np.log2(pieces)), ChangedByte(share, share, np.zeros_like(share)))
+
+    def meetings(
+        self, before: Stage, sources: Sequence[Placed], at: Stage, targets: Sequence[Placed], *, back: bool = False
+    ) -> Changes:
+        """As for the next layer: every layer leaves its outputs as it takes its inputs."""
+        return self.changes(before, sources, at, targets, back=back)
 
     def change_key(self, before: Stage, after: Stage) -> Hashable:
         """A constant: the cost depends on nothing."""

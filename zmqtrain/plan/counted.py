@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from zmqtrain.parallel.communicator import Label, Phase, Term
 from zmqtrain.parallel.model.traffic import Sent
+from zmqtrain.plan.graph import graph_of
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.price import PlanPrice
 
@@ -33,11 +34,14 @@ def counted(layers: Sequence[Stage], ranks: Sequence[Mapping[Label, Sent]]) -> C
 
 def stage_of(layers: Sequence[Stage], label: Label) -> int | None:
     """The place of the layer with which a message is counted; ``None`` for what the planner does not see: functions, the output."""
+    graph = graph_of(layers)
+    if label.term == "redistribute" and label.layer in dict(graph.modules):  # where branches meet
+        return dict(graph.modules)[label.layer]
     found = next((index for index, stage in enumerate(layers) if any(each.name == label.layer for each in stage.layers)), None)
     if found is None:  # a part of a layer, such as a transformer's
         return next((index for index, stage in enumerate(layers) if label.layer.startswith(f"{stage.name}.")), None)
     if label.term == "redistribute" and label.layer != layers[found].name:
-        return min(found + 1, len(layers) - 1)
+        return next(iter(graph.after(found)), found)
     return found
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from zmqtrain.parallel.geometry import Table, Transposed, Window, adaptive
 
@@ -27,6 +27,33 @@ class Weights:
     units: int = 0
     each: int = 0
     whole: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Activations that are added up, or used together in another way. All are brought to where the first of them lies."""
+
+    branches: tuple[Branch, ...] = ()
+    """None: the model's own input."""
+    module: str = ""
+    """The module in whose forward they meet."""
+
+
+#: Where an activation comes from: a layer, by its name, or several that meet.
+Source: TypeAlias = "str | Meeting"
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One of the activations that meet."""
+
+    source: Source
+    numel: int
+    """Elements of a sample."""
+
+
+#: The source of what no layer has computed.
+INPUT = Meeting()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +96,8 @@ class LayerShape:
     """Whether it pools any input to a fixed size."""
     pieces: tuple[Weights, ...] = ()
     """Its weights, by the messages in which they are sent; empty: one message with all weights, which are divided."""
+    source: Source | None = None
+    """Where its input comes from; ``None``: from the layer before it."""
 
     @property
     def numel_in(self) -> int:
@@ -149,6 +178,10 @@ class Stage:
     followers: tuple[LayerShape, ...] = ()
     before: tuple[Window | Transposed | Table, ...] = ()
     """The operations on the image's rows since the input, which determine how strips differ from even ones."""
+    source: Source | None = None
+    """The stages from which its input comes, by their names; ``None``: the one before it."""
+    apart: int | None = None
+    """How many layers follow before others' outputs are added to its own; ``None``: all."""
 
     @property
     def name(self) -> str:
@@ -200,6 +233,11 @@ class Stage:
         """Whether its outputs stay in strips if it is domain-parallel."""
         return not any(layer.one_row for layer in self.layers)
 
+    @property
+    def alone(self) -> Stage:
+        """The stage up to where others' outputs are added to its own."""
+        return self if self.apart is None else replace(self, followers=self.followers[: self.apart], apart=None)
+
     def seconds(self, flops_per_s: float, *, first: bool = False) -> tuple[float, float]:
         """Forward and backward of one sample on one process: as measured, or else from its arithmetic; 0 if no speed is given.
         ``first``: the gradient of its input is not needed, half of the backward of a single product."""
@@ -216,16 +254,61 @@ class Stage:
 
 
 def stages(layers: Sequence[LayerShape]) -> tuple[Stage, ...]:
-    """Layers together with those that follow each. Layers without weights before all others are left out."""
-    found: list[tuple[LayerShape, list[LayerShape], tuple[Window | Transposed | Table, ...]]] = []
-    path: list[Window | Transposed | Table] = []
-    for layer in layers:
+    """Layers together with those that follow each. Layers without weights before all others are left out.
+
+    What follows where branches meet follows the first of them, to where the others are brought.
+    """
+    found: list[tuple[LayerShape, list[LayerShape], Path, Source | None]] = []
+    apart: dict[int, int] = {}
+    places: dict[str, int] = {}  # of stages
+    leaves: dict[str, Source] = {}  # what a layer's output is, in terms of stages
+    paths: dict[str, Path] = {}
+    for index, layer in enumerate(layers):
+        given = layer.source if layer.source is not None else layers[index - 1].name if index else INPUT
+        source, from_layer = in_stages(given, leaves), leading(given)
+        path = paths.get(from_layer, ()) if from_layer is not None else ()
         if path and not (layer.image and layer.inputs[1] == path[-1].outputs):
-            path = []  # a branch, or no longer an image
+            path = ()  # no longer an image
+        leader = leading(source)
         if layer.weights and (layer.kind not in ("norm", "own") or not found):
-            found.append((layer, [], tuple(path)))
-        elif found:
-            found[-1][1].append(layer)
-        if layer.image and layer.kind in ("conv", "pool"):
-            path.append(layer.reach)
-    return tuple(Stage(head, tuple(followers), before) for head, followers, before in found)
+            before = found[-1][0].name if found else None
+            found.append((layer, [], path, None if source in (before, INPUT if before is None else before) else source))
+            places[layer.name] = len(found) - 1
+            source = layer.name
+        elif leader is not None:
+            if isinstance(source, Meeting):
+                apart.setdefault(places[leader], len(found[places[leader]][1]))
+            found[places[leader]][1].append(layer)
+        leaves[layer.name] = source
+        paths[layer.name] = (*path, layer.reach) if layer.image and layer.kind in ("conv", "pool") else path
+    return tuple(
+        Stage(head, tuple(followers), before, source, apart.get(place))
+        for place, (head, followers, before, source) in enumerate(found)
+    )
+
+
+#: Operations on an image's rows, one after another.
+Path: TypeAlias = tuple[Window | Transposed | Table, ...]
+
+
+def leading(source: Source) -> str | None:
+    """The layer where an activation lies; ``None``: the model's input."""
+    while isinstance(source, Meeting):
+        if not source.branches:
+            return None
+        source = source.branches[0].source
+    return source
+
+
+def in_stages(source: Source, leaves: Mapping[str, Source]) -> Source:
+    """A source of stages in place of layers, of which ``leaves`` says what comes from each. What is not known is left out."""
+    if not isinstance(source, Meeting):
+        return leaves.get(source, INPUT)
+    branches: dict[Source, Branch] = {}
+    for branch in source.branches:
+        found = in_stages(branch.source, leaves)
+        if found != INPUT:
+            branches.setdefault(found, Branch(found, branch.numel))
+    if len(branches) == 1:
+        return next(iter(branches))
+    return Meeting(tuple(branches.values()), source.module)

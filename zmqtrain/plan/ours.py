@@ -24,7 +24,7 @@ from zmqtrain.plan.collective import Sent, all_reduce, ring
 from zmqtrain.plan.costs import WORD_BYTES
 from zmqtrain.plan.layers import PASSES, Stage
 from zmqtrain.plan.link import NOTHING, Array, ChangedByte, Changes, Cost, LayerCost
-from zmqtrain.plan.placed import Integers, Lies, Placed, lacking
+from zmqtrain.plan.placed import Integers, Lie, Lies, Placed, lacking
 
 #: Bytes of the numbers in which statistics of strips are summed.
 STATISTICS_BYTES = 8
@@ -61,14 +61,25 @@ class Ours:
         self, before: Stage, sources: Sequence[Placed], after: Stage, targets: Sequence[Placed], *, back: bool = False
     ) -> Changes:
         """A message to each of the processes that need a part; strips are gathered before an image is flattened."""
-        leaves = [each.leaves(channels=before.leaves_channels, strips=before.leaves_strips) for each in sources]
-        held, needed = Lies.of(leaves, 0), Lies.of([each.needs() for each in targets], 1)
+        held, needed = Lies.of(_left(before, sources), 0), Lies.of([each.needs() for each in targets], 1)
         ways = [(held, needed)]
         if not after.head.image:
             flat = replace(held, strips=np.ones_like(held.strips))
             ways = [(held, flat), (flat, needed)]
-        size = sources[0].grid.size
-        messages, share, memory = (np.zeros((len(sources), len(targets))) for _ in range(3))
+        return self._moved(before, sources[0].grid.size, ways, back)
+
+    def meetings(
+        self, before: Stage, sources: Sequence[Placed], at: Stage, targets: Sequence[Placed], *, back: bool = False
+    ) -> Changes:
+        """As `changes`, to what the other stage leaves divided."""
+        ways = [(Lies.of(_left(before, sources), 0), Lies.of(_left(at.alone, targets), 1))]
+        return self._moved(before, sources[0].grid.size, ways, back)
+
+    def _moved(self, before: Stage, size: int, ways: Sequence[tuple[Lies, Lies]], back: bool) -> Changes:
+        """From each of some divisions to each of others, in one or more steps."""
+        held, needed = ways[0][0], ways[-1][1]
+        shape = len(held.samples), needed.samples.shape[1]
+        messages, share, memory = (np.zeros(shape) for _ in range(3))
         for one, other in ways:
             pieces, part = lacking(other, one) if back else lacking(one, other)
             memory = memory + 2 * part * size
@@ -217,6 +228,11 @@ class Ours:
     def _crossing(self, columns: int) -> int:
         """The number of processes of a host that send to another host at once: the last one of each column on the host."""
         return min(columns, self.per_host)
+
+
+def _left(stage: Stage, placed: Sequence[Placed]) -> list[Lie]:
+    """How a stage's outputs lie."""
+    return [each.leaves(channels=stage.leaves_channels, strips=stage.leaves_strips) for each in placed]
 
 
 def _gathered(before: Stage, one: Lies, other: Lies, pieces: Integers, share: Array) -> tuple[Integers, Array]:

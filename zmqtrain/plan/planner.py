@@ -8,6 +8,8 @@ gradients waiting for the network, or need less memory. So each state keeps the 
 * the time so far if everything that waits for the network were waited for now, A + Q (a path that is no later in both can never
   become later: later compute takes at most Q off a queue Q, and no less off a longer queue);
 * the memory so far, if it is limited.
+
+This is for layers that take each the outputs of the one before it; `zmqtrain.plan.branching` is for models that branch.
 """
 
 from __future__ import annotations
@@ -15,27 +17,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.plan import Plan
+from zmqtrain.plan.branching import search
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.placed import Placed
-from zmqtrain.plan.price import PlanPrice, Times, changing_bytes, joined_units, price
+from zmqtrain.plan.price import PlanPrice, Times, changing_bytes, price
 from zmqtrain.plan.problem import Options, Problem, plan_of
+from zmqtrain.plan.ways import Array, State, Ways, spread, states_of, times_of, unbeaten
 from zmqtrain.topology.rounded import rounded_size
-
-Array: TypeAlias = NDArray[np.float64]
-Indices: TypeAlias = NDArray[np.int64]
 
 #: The number of paths that all states of all layers may keep together, which bounds the planner's time; and the fewest per state.
 MOST_WAYS = 400_000
 FEWEST_WAYS = 48
-#: This many paths of a state are compared in time, queue and memory together; beyond that, in two of the three at a time.
-MOST_COMPARED = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +53,11 @@ class Planned:
         return plan_of(self.problem, self.placed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ways:
-    """Paths from the last layer to a layer: their state there, their costs so far, and the paths that they continue."""
-
-    state: Indices
-    time: Array
-    until: Array
-    """A + Q"""
-    memory: Array
-    origin: Indices
-
-    def only(self, which: Any) -> _Ways:
-        return _Ways(self.state[which], self.time[which], self.until[which], self.memory[which], self.origin[which])
-
-
 def plan(problem: Problem) -> Planned:
     """The plan with the shortest step. Raises `UsageError` if nothing can be divided, or no plan fits in memory.
 
     The result is exact, unless memory is limited and more paths lead to a state than `MOST_WAYS` allows; then paths are kept that
-    are spread over their memory, always including the smallest.
+    are spread over their memory, always including the smallest. Of a model that branches also `branching.MOST_KEPT` is a limit.
     """
     options = tuple(problem.options(stage) for stage in problem.layers)
     if problem.processes > 1 and not any(how.choice != "whole" or how.samples > 1 for option in options for how in option.placed):
@@ -95,28 +78,38 @@ def _memory(problem: Problem, placed: Sequence[Placed]) -> float:
     return sum(problem.memory(stage, how).total for stage, how in zip(problem.layers, placed, strict=True))
 
 
-def _search(
-    problem: Problem, options: Sequence[Options], limit: float | None = None, edges: _Edges | None = None
+def _search(problem: Problem, options: Sequence[Options], limit: float | None = None) -> tuple[list[Placed], int]:
+    """The best plan, and the number of paths that were looked at."""
+    if limit is not None:
+        least = sum(
+            min(problem.memory(stage, how).total for how in option.placed)
+            for stage, option in zip(problem.layers, options, strict=True)
+        )
+        if least > limit:
+            raise UsageError(
+                f"no plan fits in memory: a process needs at least {rounded_size(least)}, but may use only {rounded_size(limit)}. "
+                "Use more processes or a smaller batch, or raise [plan] memory"
+            )
+    return _chain(problem, options, limit) if problem.graph.chain else search(problem, options, limit)
+
+
+def _chain(
+    problem: Problem, options: Sequence[Options], limit: float | None, edges: _Edges | None = None
 ) -> tuple[list[Placed], int]:
-    """The best plan, and the number of paths that were looked at. ``edges``: of the same problem, with another overlap or limit."""
+    """The search where each layer takes the outputs of the one before it. ``edges``: of the same problem, with another overlap."""
     bound_s, looked_at = math.inf, 0
-    states = [_states(problem, option, index) for index, option in enumerate(options)]
+    states = [states_of(problem, option, index) for index, option in enumerate(options)]
     every = sorted({state for here in states for state in here}, key=str)
     number = {state: index for index, state in enumerate(every)}
     edges = edges or _Edges(problem, every)
     if problem.overlap > 0:  # a good plan, whose step time is an upper bound for all paths
-        plain, looked_at = _search(replace(problem, overlap=0.0), options, limit, edges)
+        plain, looked_at = _chain(replace(problem, overlap=0.0), options, limit, edges)
         bound_s = price(problem, plain).step_s * (1 + 1e-9)
-    times = [[_times(problem, index, state) for state in here] for index, here in enumerate(states)]
+    times = [[times_of(problem, index, state) for state in here] for index, here in enumerate(states)]
     least = np.cumsum([0.0, *(min(each.memory for each in here) for here in times)])  # of the layers before each one
-    if limit is not None and least[-1] > limit:
-        raise UsageError(
-            f"no plan fits in memory: a process needs at least {rounded_size(least[-1])}, but may use only {rounded_size(limit)}. "
-            "Use more processes or a smaller batch, or raise [plan] memory"
-        )
     ahead_s = np.cumsum([0.0, *(min(each.waits_s for each in here) for here in times)])
     most = max(FEWEST_WAYS, MOST_WAYS // (len(options) * len(every)))
-    trail: list[_Ways] = []
+    trail: list[Ways] = []
     for index in reversed(range(len(options))):
         here = [number[state] for state in states[index]]
         edges_s = edges.seconds(index)
@@ -132,39 +125,16 @@ def _search(
                 ways = replace(ways, memory=np.zeros_like(ways.memory))
             else:
                 ways = ways.only(ways.memory + least[index] <= limit)
-            ways = ways.only(_unbeaten(ways, problem.overlap > 0, limit is not None))
-            steps.append(ways.only(_spread(ways, most)))
+            ways = ways.only(unbeaten(ways, problem.overlap > 0, limit is not None))
+            steps.append(ways.only(spread(ways, most)))
         trail.append(_joined(steps))
     return _back(trail, every), looked_at
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """How a layer is placed, and whether its input arrives divided as the layer before has left it."""
-
-    placed: Placed
-    joined: bool = False
-
-
-def _states(problem: Problem, options: Options, index: int) -> list[_State]:
-    found = [_State(how) for how in options.placed]
-    if index:
-        before, stage = problem.layers[index - 1], problem.layers[index]
-        found += [_State(how, True) for how in options.placed if problem.pricing.joins(before, how, stage, how)]
-    return found
-
-
-def _times(problem: Problem, index: int, state: _State) -> Times:
-    stage, first, last = problem.layers[index], index == 0, index == len(problem.layers) - 1
-    joined = joined_units(problem, index) if state.joined else 0
-    cost = problem.pricing.layer(stage, state.placed, problem.batch, first=first, last=last, joined=joined)
-    return Times.of(problem, stage, state.placed, cost)
 
 
 class _Edges:
     """The cost of every change, in forward and backward: seconds for messages, and per byte of activations."""
 
-    def __init__(self, problem: Problem, every: Sequence[_State]) -> None:
+    def __init__(self, problem: Problem, every: Sequence[State]) -> None:
         self._problem, self._every = problem, every
         self._known: dict[Any, tuple[Array, Array]] = {}
 
@@ -198,15 +168,15 @@ class _Edges:
         return messages_s, unit_s
 
 
-def _arrive(before: _Ways | None, state: int, edges_s: Array, own: Times) -> _Ways:
+def _arrive(before: Ways | None, state: int, edges_s: Array, own: Times) -> Ways:
     """All paths to this state of a layer, from those to any state of the layer after it."""
     if before is None:
         time = np.array([own.waits_s])
         zero = np.zeros(1, np.int64)
-        return _Ways(zero + state, time, time + own.queues_s, np.array([own.memory]), zero - 1)
+        return Ways(zero + state, time, time + own.queues_s, np.array([own.memory]), zero - 1)
     queue = np.maximum(0.0, before.until - before.time - own.drains_s) + own.queues_s
     time = before.time + edges_s[state, before.state] + own.waits_s
-    return _Ways(
+    return Ways(
         np.full(len(time), state, np.int64),
         time,
         time + queue,
@@ -215,46 +185,12 @@ def _arrive(before: _Ways | None, state: int, edges_s: Array, own: Times) -> _Wa
     )
 
 
-def _unbeaten(ways: _Ways, overlaps: bool, limited: bool) -> Indices:
-    """The paths that no other path beats. Without overlap, only the time when everything has finished counts."""
-    time = ways.time if overlaps else ways.until
-    if not limited:
-        order = np.lexsort((ways.until, time))
-        return order[_lower(ways.until[order])]
-    order = np.lexsort((ways.until, time, ways.memory))
-    keep = _lower(time[order]) | _lower(ways.until[order])
-    if not overlaps or len(order) > MOST_COMPARED:
-        return order[keep]
-    for place, way in enumerate(order):  # in the order of memory: only paths before it can beat it
-        if not keep[place]:
-            others = order[:place]
-            beaten = (time[others] <= time[way]) & (ways.until[others] <= ways.until[way])
-            keep[place] = not beaten.any()
-    return order[keep]
-
-
-def _lower(values: Array) -> NDArray[np.bool_]:
-    """Which values are lower than all values before them."""
-    keep = np.ones(len(values), np.bool_)
-    keep[1:] = values[1:] < np.minimum.accumulate(values)[:-1]
-    return keep
-
-
-def _spread(ways: _Ways, most: int) -> Indices:
-    """At most ``most`` of them, evenly spread over their memory (or over time, if memory is not limited)."""
-    count = len(ways.time)
-    if count <= most:
-        return np.arange(count)
-    order = np.lexsort((ways.time, ways.memory))
-    return order[np.unique(np.linspace(0, count - 1, most).astype(np.int64))]
-
-
-def _joined(steps: Sequence[_Ways]) -> _Ways:
+def _joined(steps: Sequence[Ways]) -> Ways:
     names = ("state", "time", "until", "memory", "origin")
-    return _Ways(*(np.concatenate([getattr(step, name) for step in steps]) for name in names))
+    return Ways(*(np.concatenate([getattr(step, name) for step in steps]) for name in names))
 
 
-def _back(trail: Sequence[_Ways], every: Sequence[_State]) -> list[Placed]:
+def _back(trail: Sequence[Ways], every: Sequence[State]) -> list[Placed]:
     """From the first layer's best path back to the last layer."""
     at = int(np.argmin(trail[-1].until))
     found = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zmqtrain.plan.layers import Stage
-from zmqtrain.plan.link import Cost, LayerCost
+from zmqtrain.plan.link import Changes, Cost, LayerCost
 from zmqtrain.plan.memory import Memory
 from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.problem import Problem
@@ -87,13 +87,15 @@ class Times:
 
 def changing_bytes(problem: Problem, after: Stage) -> int:
     """Bytes of a whole batch's activations, in the form in which the layer after a change takes them."""
-    return problem.batch * after.numel_in * problem.pricing.word_bytes
+    return problem.batch_bytes(after.numel_in)
 
 
 def joined_units(problem: Problem, index: int) -> int:
     """The number of units by which a layer's input is divided if it arrives divided: channels, even after flattening."""
-    head, before = problem.layers[index].head, problem.layers[index - 1].head
-    return before.units if not head.image and head.numel_in % before.units == 0 else head.input_units
+    head, before = problem.layers[index].head, problem.graph.before[index]
+    assert before is not None
+    units = problem.layers[before].head.units
+    return units if not head.image and head.numel_in % units == 0 else head.input_units
 
 
 def redistribution(problem: Problem, before: Stage, source: Placed, after: Stage, target: Placed) -> tuple[Cost, Cost]:
@@ -101,24 +103,40 @@ def redistribution(problem: Problem, before: Stage, source: Placed, after: Stage
     if not problem.charge_changes:
         return Cost(), Cost()
     nbytes = changing_bytes(problem, after)
-    found = []
-    for back in (False, True):
-        messages, each = problem.pricing.change(before, source, after, target, back=back)
-        found.append(Cost(messages) + each.times(nbytes))
-    return found[0], found[1]
+    found = [problem.pricing.changes(before, [source], after, [target], back=back) for back in (False, True)]
+    there, back = (_cost(each, nbytes) for each in found)
+    return there, back
+
+
+def brought(problem: Problem, placed: Sequence[Placed], index: int) -> tuple[Cost, Cost]:
+    """What is sent where branches meet, of what counts with a layer: activations in the forward, gradients in the backward."""
+    there, back = Cost(), Cost()
+    for each in problem.graph.brought if problem.charge_changes else ():
+        if each.charged == index:
+            (before, source), (at, target) = ((problem.layers[end], placed[end]) for end in (each.source, each.target))
+            there += _cost(problem.pricing.meetings(before, [source], at, [target]), problem.batch_bytes(each.numel))
+            back += _cost(problem.pricing.meetings(before, [source], at, [target], back=True), problem.batch_bytes(each.numel))
+    return there, back
+
+
+def _cost(change: Changes, nbytes: int) -> Cost:
+    messages, each = change.one()
+    return Cost(messages) + each.times(nbytes)
 
 
 def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerCost:
-    """What one layer of a plan sends, with the redistribution of its input."""
-    stage, how, pricing = problem.layers[index], placed[index], problem.pricing
-    first, last = index == 0, index == len(placed) - 1
-    if first:
-        return pricing.layer(stage, how, problem.batch, first=True, last=last)
-    before, source = problem.layers[index - 1], placed[index - 1]
-    if pricing.joins(before, source, stage, how):
-        return pricing.layer(stage, how, problem.batch, first=False, last=last, joined=joined_units(problem, index))
-    there, back = redistribution(problem, before, source, stage, how)
-    cost = pricing.layer(stage, how, problem.batch, first=False, last=last)
+    """What one layer of a plan sends, with the redistribution of its input, and what is brought to its outputs."""
+    stage, how, pricing, before = problem.layers[index], placed[index], problem.pricing, problem.graph.before[index]
+    first, last, joined = before is None, problem.graph.ends(index), 0
+    there, back = brought(problem, placed, index)
+    if before is not None:
+        one, source = problem.layers[before], placed[before]
+        if pricing.joins(one, source, stage, how):
+            joined = joined_units(problem, index)
+        else:
+            moved = redistribution(problem, one, source, stage, how)
+            there, back = there + moved[0], back + moved[1]
+    cost = pricing.layer(stage, how, problem.batch, first=first, last=last, joined=joined)
     return replace(cost, redistribute=there, redistribute_back=back)
 
 

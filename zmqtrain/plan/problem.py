@@ -10,7 +10,8 @@ from zmqtrain.errors import UsageError
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.plan import Choice, LayerPlan, Plan
 from zmqtrain.plan.costs import Paper, Pricing
-from zmqtrain.plan.layers import DIVISIBLE, LayerShape, Stage
+from zmqtrain.plan.graph import Graph, graph_of
+from zmqtrain.plan.layers import DIVISIBLE, INPUT, LayerShape, Stage
 from zmqtrain.plan.link import Link
 from zmqtrain.plan.memory import Memory, memory
 from zmqtrain.plan.placed import Placed
@@ -56,6 +57,15 @@ class Problem:
             raise UsageError("there is nothing to plan: the model has no layer with weights")
         if self.batch < 1 or self.processes < 1:
             raise UsageError(f"a plan needs at least one sample and one process, not {self.batch} and {self.processes}")
+
+    @property
+    def graph(self) -> Graph:
+        """Which layers take the outputs of which."""
+        return graph_of(self.layers)
+
+    def batch_bytes(self, numel: int) -> int:
+        """Bytes of the whole batch's activations of which a sample has ``numel``."""
+        return self.batch * numel * self.pricing.word_bytes
 
     def grids(self) -> list[Grid]:
         """All shapes of the group, from 1xP to Px1."""
@@ -105,7 +115,7 @@ class Problem:
 
     def seconds(self, stage: Stage, placed: Placed) -> tuple[float, float]:
         """Seconds of the slowest process: forward and backward."""
-        forward, backward = stage.seconds(self.flops_per_s, first=stage is self.layers[0])
+        forward, backward = stage.seconds(self.flops_per_s, first=stage is self.layers[0] or stage.source == INPUT)
         grid = placed.grid
         share = math.ceil(self.batch / placed.samples)
         if placed.choice == "model":

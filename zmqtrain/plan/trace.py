@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd, _AvgPoolNd, _MaxPoolNd
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.domain.make import HALO, LOCAL
-from zmqtrain.plan.layers import DIVISIBLE, Kind, LayerShape, Weights
+from zmqtrain.plan.layers import DIVISIBLE, INPUT, Branch, Kind, LayerShape, Meeting, Source, Weights
 
 #: Samples of the traced forward: the fewest that batch norm allows in training.
 SAMPLES = 2
@@ -35,13 +37,15 @@ class _Call:
     module: nn.Module
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    source: Source
 
 
 def trace_layers(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerShape, ...]:
     """The model's layers in the order in which ``model(*inputs)`` calls them. ``inputs``: those of a batch, samples first.
 
-    Names are those of `named_modules`. A layer that is called more than once is one layer. What is not a module (functions, sums of
-    branches) is not seen: activations are counted as modules return them. Nothing is computed if the model can run on torch's
+    Names are those of `named_modules`. A layer that is called more than once is one layer, with the source of its first input. Of
+    what is not a module (functions, sums of branches) only what meets there is seen: activations are counted as modules return
+    them. Nothing is computed if the model can run on torch's
     meta tensors; otherwise two samples run for real. Raises `UsageError` if the forward fails, or calls no layer with weights.
     """
     training = model.training
@@ -67,9 +71,12 @@ def _run(model: nn.Module, inputs: Sequence[Any], samples: int) -> list[_Call]:
         # The very same parameters are put back afterwards.
         with _on(model, device), torch.no_grad():
             calls: list[_Call] = []
-            watches = list(_watch(model, calls))
+            sources = Sources()
+            watches = list(_watch(model, calls, sources))
             try:
-                model(*[_map(one, lambda tensor, to=device: tensor.to(to)) for one in first])
+                given = [_map(one, lambda tensor, to=device: tensor.to(to)) for one in first]
+                with sources:
+                    model(*given)
                 return calls
             except Exception as failed:  # noqa: BLE001 - raised by the model's code; it may need values, so it is run again for real
                 error = failed
@@ -80,34 +87,86 @@ def _run(model: nn.Module, inputs: Sequence[Any], samples: int) -> list[_Call]:
     raise UsageError(f"the forward of {type(model).__name__} raised {type(error).__name__}: {error}") from error
 
 
-def _watch(model: nn.Module, calls: list[_Call]) -> Iterator[RemovableHandle]:
-    """Hooks on the modules that count as layers: those with weights of their own, and those without submodules."""
+class Sources(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is active: which layer each tensor comes from, also through functions."""
 
-    def hook(name: str, module: nn.Module) -> RemovableHandle:
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known: MutableMapping[Tensor, Source] = WeakTensorKeyDictionary()
+        self.modules: list[str] = []
+        """The module whose forward runs, within those around it."""
+
+    def of(self, tensors: Sequence[Tensor]) -> Source:
+        """The source of one, or of several that meet here."""
+        found: dict[Source, Branch] = {}
+        for tensor in tensors:
+            source = self.known.get(tensor)
+            if source is not None:
+                found.setdefault(source, Branch(source, tensor.numel() // SAMPLES))
+        if len(found) == 1:
+            return next(iter(found))
+        return Meeting(tuple(found.values()), self.modules[-1] if self.modules else "") if found else INPUT
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        source = self.of(_tensors((args, kwargs or {})))
+        output = func(*args, **(kwargs or {}))
+        if source != INPUT:
+            for tensor in _tensors(output):
+                self.known[tensor] = source
+        return output
+
+
+def _watch(model: nn.Module, calls: list[_Call], sources: Sources) -> Iterator[RemovableHandle]:
+    """Hooks on all modules, of which those count as layers that have weights of their own or no submodules."""
+
+    def around(name: str, module: nn.Module) -> Iterator[RemovableHandle]:
+        def enter(_module: nn.Module, _given: Any) -> None:
+            sources.modules.append(name)
+
+        def leave(_module: nn.Module, _given: Any, _output: Any) -> None:
+            sources.modules.pop()
+
+        yield module.register_forward_pre_hook(enter)
+        yield module.register_forward_hook(leave)
+
+    def hook(name: str, module: nn.Module) -> Iterator[RemovableHandle]:
+        begun: list[Source] = []  # before a layer changes its input in place
+
+        def begin(_module: nn.Module, given: tuple[Any, ...]) -> None:
+            begun.append(sources.of(_tensors(given)))
+
         def called(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-            source, target = _first(given), _first(output)
+            source, target, origin = _first(given), _first(output), begun.pop()
             if source is not None and target is not None:
                 turned = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
-                calls.append(_Call(name, module, _sample(source, turned), _sample(target, turned)))
+                # What has no weights is often called at several places: its output is then of what it was given there.
+                again = not any(True for _ in module.parameters()) and any(call.module is module for call in calls)
+                calls.append(_Call(name, module, _sample(source, turned), _sample(target, turned), origin))
+                for tensor in _tensors(output):
+                    sources.known[tensor] = origin if again else name
 
-        return module.register_forward_hook(called)
+        yield module.register_forward_pre_hook(begin)
+        yield module.register_forward_hook(called)
 
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
+        yield from around(name, module)
         if module in inside:
             continue
         if isinstance(module, _ONE_LAYER):  # attention uses its output layer's weights without calling that layer
             inside.update(module.modules())
         elif any(True for _ in module.children()) and not any(True for _ in module.parameters(recurse=False)):
             continue
-        yield hook(name, module)
+        yield from hook(name, module)
 
 
 def _layer(call: _Call) -> LayerShape:
     module = call.module
     whole = isinstance(module, _ONE_LAYER)
     weights = sum(parameter.numel() for parameter in module.parameters(recurse=whole))
-    shape = LayerShape(call.name, _kind(module, weights), call.inputs, call.outputs, weights)
+    shape = LayerShape(call.name, _kind(module, weights), call.inputs, call.outputs, weights, source=call.source)
     matrices = sum(parameter.numel() for parameter in module.parameters(recurse=whole) if parameter.dim() > 1)
     positions = 1
     for size in call.outputs[1:] if isinstance(module, _ConvNd) else call.outputs[:-1]:
@@ -229,12 +288,17 @@ def _map(value: Any, function: Any) -> Any:
     return value
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors in ``value``."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
 def _first(value: Any) -> Tensor | None:
     """The first tensor in ``value``."""
-    if isinstance(value, Tensor):
-        return value
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return next((tensor for item in items if (tensor := _first(item)) is not None), None)
+    return next(iter(_tensors(value)), None)
 
 
 def _sample(tensor: Tensor, turned: bool) -> tuple[int, ...]:

@@ -16,11 +16,13 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from zmqtrain.errors import ConnectivityError
+from zmqtrain.errors import ConnectivityError, ZmqTrainError
+from zmqtrain.membership.actions import TOLD_TO_END
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.run.preemption import PREEMPT
 from zmqtrain.run.report import LOG
@@ -88,6 +90,7 @@ class Agent:
         self._running: dict[PeerId, RoleProcess] = {}  # the latest process of each role
         self._lives: dict[PeerId, asyncio.Task[None]] = {}  # the task that watches each role
         self._watching: asyncio.TaskGroup | None = None  # the task group of `_lives`, as long as there are tasks
+        self._told_to_end = asyncio.Event()
         self._stopping = asyncio.Event()
         self._preempted = asyncio.Event()
         self._stopped: set[PeerId] = set()  # roles that this agent has ended
@@ -107,6 +110,7 @@ class Agent:
                 group.create_task(self._link.run(), name="heartbeats"),
                 group.create_task(self._end_roles(), name="end roles"),
                 group.create_task(self._ask_to_stop(), name="ask to stop"),
+                group.create_task(self._withdraw(), name="withdraw this host"),
                 group.create_task(self._forward(), name="forward output"),
             ]
             await self._live_all()
@@ -116,8 +120,9 @@ class Agent:
                 task.cancel()
 
     def stop(self) -> None:
-        """End all roles in an orderly way, as when the run is halted. Called when this process was told to end."""
-        self._stopping.set()
+        """End all roles in an orderly way. Called when this process was told to end: an elastic run goes on without this host, any
+        other is halted, with this as the reason."""
+        self._told_to_end.set()
 
     def preempt(self) -> None:
         """This host is about to be taken away: ask the coordinator to stop all workers with a checkpoint while there is time."""
@@ -185,6 +190,25 @@ class Agent:
         """The run must stop. Roles that write a checkpoint of the last good step get the time for it."""
         if reason.get("kind") == "nan":
             self._patience_s = self._timeouts.request_s
+        self._stopping.set()
+
+    async def _withdraw(self) -> None:
+        """Once this process was told to end."""
+        await self._told_to_end.wait()
+        host = self._environment.peer.partition("/")[2]
+        placement = self._description.placement
+        only_workers = all(role.kind == "worker" for role in placement.of_host(host))
+        if self._description.topology.elastic and only_workers and any(role.host != host for role in placement.workers):
+            self._patience_s = 0.0  # nobody else tells the roles
+        elif not self._stopping.is_set():
+            reason = {
+                "kind": "host withdrawn",
+                "message": f"the agent of {host} was told to end (SIGTERM)",
+                "exit_code": TOLD_TO_END,
+            }
+            with suppress(ZmqTrainError, TimeoutError):  # the roles end all the same
+                async with asyncio.timeout(self._patience_s):
+                    await self._link.membership.halt(reason)
         self._stopping.set()
 
     def _end_lost(self, peer: PeerId) -> None:

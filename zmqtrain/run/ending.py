@@ -50,6 +50,7 @@ def _report_of_failure(failure: Failure) -> dict[str, Any]:
         return dict(failure.report)
     error = failure.error
     report = report_of(error, failure.peer)
-    if isinstance(error, HostLostError) and failure.exit_code is not None and failure.exit_code < 0:
-        report["exit_code"] = 128 - failure.exit_code
+    code = failure.exit_code
+    if isinstance(error, HostLostError) and code is not None:  # a signal has ended it, or told it to end
+        report["exit_code"] = 128 - code if code < 0 else code
     return {**report, "host": failure.host, "pid": failure.pid, "traceback": ""}

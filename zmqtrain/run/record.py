@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from zmqtrain.errors import RunDirectoryError
 from zmqtrain.exchange.momentum import gradients_of
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription
@@ -40,12 +41,14 @@ class RunRecord:
         self._topology, self._placement = description.topology, description.placement
         self._resumed, self._script = description.resume, bool(description.script)
         self._directory, self._view, self._world = directory, view, world
+        directory.on_failure = view.note
         self.summary = Summary()
         self.quiet = False
         """Do not show that roles fail or stop, because the user asked to stop."""
         self.stopped_at: int | None = None
         """The step before which all workers have stopped on request."""
         self._clock = clock
+        self._unkept: list[int] = []  # the steps of checkpoints that could not be written
         self._losses: list[str] = []  # reasons of losses after which the run continued
         self._host_of = {role.peer: role.host for role in self._placement.roles}
 
@@ -73,6 +76,10 @@ class RunRecord:
         """Take an event about a checkpoint (`zmqtrain.train.checkpoint.collector.OnEvent`)."""
         self.event(COORDINATOR, {"kind": kind, "step": values["step"], "values": values})
         self._directory.flush()
+        if kind in ("checkpoint failed", "model failed") and "cannot be written" in str(values["reason"]):
+            self._unkept.append(values["step"])
+            if len(self._unkept) > 1:
+                return  # said once, and counted at the end
         if kind != "checkpoint complete":
             self._view.note(f"warning: {values['reason']}")
 
@@ -162,26 +169,37 @@ class RunRecord:
             "versions": versions(),
             **(more or {}),
         }
-        directory.write_json("summary.json", summary)
+        directory.leave("summary.json", summary)
         if ending.error is not None:
-            directory.write_json("error.json", ending.error)
+            directory.leave("error.json", ending.error)
         directory.close()
         if ending.status == "done":
-            for line in closing_lines(self.summary, seconds, str(directory.path)):
+            for line in closing_lines(self.summary, seconds, "" if directory.gone else str(directory.path)):
                 self._view.note(line)
             if self._losses:
                 self._view.note(f"lost during the run: {'; '.join(self._losses)}")
         elif ending.error is not None:
-            print(_failure_text(ending.error, directory.path), file=sys.stderr, flush=True)
+            print(_failure_text(ending.error, None if directory.gone else directory.path), file=sys.stderr, flush=True)
         elif ending.status == "preempted":
             self._view.note(f"preempted after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
         elif self.stopped_at is not None:
             self._view.note(f"{ending.status} after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
         else:
-            self._view.note(f"{ending.status} after {seconds:.1f} s; its files: {directory.path}")
-        for line in model_lines(directory.path, self.summary.steps):
+            self._view.note(f"{ending.status} after {seconds:.1f} s{'' if directory.gone else f'; its files: {directory.path}'}")
+        for line in [*model_lines(directory.path, self.summary.steps), *self._unwritten_lines()]:
             self._view.note(line)
         return summary
+
+    def exit_code(self, ending: Ending) -> int:
+        """The exit code of a run that ended like this, once it is written up: also where all went well, but not all was kept."""
+        return ending.exit_code or (RunDirectoryError.exit_code if self._unwritten_lines() else 0)
+
+    def _unwritten_lines(self) -> list[str]:
+        missing = self._directory.unwritten
+        if self._unkept and not self._directory.gone:
+            steps = f"of step {self._unkept[0]}" if len(self._unkept) == 1 else f"from step {self._unkept[0]} to {self._unkept[-1]}"
+            missing.append(f"{len(self._unkept)} checkpoint{'s' * (len(self._unkept) > 1)} {steps}")
+        return [f"not kept: {'; '.join(missing)}"] if missing else []
 
     def _how_to_go_on(self) -> str:
         """How to continue a run that was asked to stop with a checkpoint."""
@@ -195,11 +213,12 @@ class RunRecord:
         return "no checkpoint was kept" if self._resumed is None else f"nothing was trained; --resume {self._resumed} continues"
 
 
-def _failure_text(error: dict[str, Any], directory: Path) -> str:
+def _failure_text(error: dict[str, Any], directory: Path | None) -> str:
+    """``directory``: where to read more; ``None``: nowhere."""
     if "type" not in error:
-        return f"stopped: {error.get('message')}\nsee {directory}"
+        return f"stopped: {error.get('message')}" + (f"\nsee {directory}" if directory else "")
     trace = f"{error['shown'].rstrip()}\n\n" if error.get("shown") else ""
-    return f"\n{trace}{headline(error)}\nsee {directory} (error.json, logs/)"
+    return f"\n{trace}{headline(error)}" + (f"\nsee {directory} (error.json, logs/)" if directory else "")
 
 
 def _hosts(topology: Topology) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import traceback
@@ -20,6 +21,11 @@ LONGEST_TRACEBACK = 16_000
 #: Folders of frames that are not the user's code: this package, and the standard library (with asyncio and runpy).
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _LIBRARY = str(Path(traceback.__file__).parent) + os.sep
+#: What errors without a text mean here.
+_UNSAID: dict[type[BaseException], str] = {
+    KeyboardInterrupt: "the program itself raised it; Ctrl-C reaches the launcher alone",
+    asyncio.CancelledError: "the program itself cancelled what it was doing",
+}
 #: The exit code of a process in which the user's code, or a library that it uses, raised an error.
 USER_CODE = 3
 
@@ -34,7 +40,7 @@ def report_of(error: BaseException, peer: PeerId) -> dict[str, Any]:
         "pid": os.getpid(),
         "time": wall_s(),
         "type": type(cause).__name__,
-        "message": str(cause) or type(cause).__name__,
+        "message": str(cause) or _UNSAID.get(type(cause), type(cause).__name__),
         "traceback": _cut("".join(traceback.format_exception(cause))),
         "shown": _cut(_for_people(cause)),
         "verdict": known.verdict if known else "user code",

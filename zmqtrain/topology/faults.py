@@ -138,7 +138,8 @@ def _worded(detail: ErrorDetails, path: Path) -> tuple[str, str | None]:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         known = fields_at(path[:-1])
-        return f"unknown key (known: {', '.join(known)})", did_you_mean(str(path[-1]), known)
+        near = did_you_mean(str(path[-1]), known)
+        return "unknown key" if near else f"unknown key (known: {', '.join(known)})", near
     if kind in ("literal_error", "enum"):
         allowed = _QUOTED.findall(str(context.get("expected", "")))
         return f"must be one of {', '.join(allowed)}", did_you_mean(str(detail["input"]), allowed)

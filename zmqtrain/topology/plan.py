@@ -24,6 +24,10 @@ def _overlap(value: Any) -> Any:
     return float(value)
 
 
+#: Operations per second of the nominal device, which stands for one that was not measured: about those of one core.
+NOMINAL_FLOPS = 20e9
+
+
 class PlanSection(Section):
     """How the planner prices and compares plans."""
 
@@ -49,7 +53,7 @@ class PlanSection(Section):
         default=1, ge=0, le=16, description="Numbers that the optimizer keeps per weight: 1 for momentum, 2 for Adam."
     )
     flops: float = Field(
-        default=20e9,
+        default=NOMINAL_FLOPS,
         ge=0,
         le=1e18,
         description="Multiplications and additions per second of a process, for layers without a profiled time. 0: these layers "

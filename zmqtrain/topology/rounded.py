@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+#: Less than this many seconds is nothing.
+LEAST_S = 1e-11
 _SIZES = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
 _RATES = (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0))
 
 
 def rounded_time(seconds: float) -> str:
-    """Like ``"1.23 ms"``; zero is ``"0"``."""
-    return _rounded(seconds, _TIMES) if seconds else "0"
+    """Like ``"1.23 ms"``; zero, and what rounding of sums has left of it, is ``"0"``."""
+    return _rounded(seconds, _TIMES) if abs(seconds) >= LEAST_S else "0"
 
 
 def rounded_size(nbytes: float) -> str:

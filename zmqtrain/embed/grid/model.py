@@ -30,13 +30,13 @@ from zmqtrain.embed.scope import sum_and_norm, tolerance_of
 from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.events import Recorder
 from zmqtrain.parallel.network import NetworkFabric
-from zmqtrain.parallel.placed.model import map_tensors
+from zmqtrain.parallel.placed.model import ParallelModel, map_tensors
 from zmqtrain.parallel.placed.tensor import Placed
 from zmqtrain.parallel.shard import Shard
 from zmqtrain.parallel.turns import turn
 from zmqtrain.parallel.verify.verdict import ramp
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.divided import divide
+from zmqtrain.train.divided import divide, parallel_model
 from zmqtrain.train.hooks import OwnHook
 from zmqtrain.train.verifying import NotComparable, verify_model
 
@@ -55,14 +55,18 @@ class DividedScript:
         recorder: Recorder,
         *,
         served: bool,
+        references: tuple[int, ...] = (),
     ) -> None:
         """Divides the model, of which all workers must have equal ones.
 
         ``fabrics``: for the model, and for its comparison with the ordinary one. ``wait`` waits for a coroutine on the loop's
-        thread. ``served``: model servers run the optimizer. Raises `TaskError` and `UsageError`."""
+        thread. ``served``: model servers run the optimizer. ``references``: as in `zmqtrain.parallel.verify.Case`.
+
+        Raises `TaskError` and `UsageError`."""
         self.model, self.optimizer = model, optimizer
         self._topology, self._recorder, self._served = topology, recorder, served
         self._fabric, self._verifying = fabrics
+        self._references = references
         self._meetings, self._wait = meetings, wait
         self.guard = Guard(self.meet)
         self.weight = 1.0
@@ -310,11 +314,18 @@ class DividedScript:
         device = next(self.model.parameters()).device
         batch = Batch(tuple(map_tensors(inputs, Tensor.detach)), None, samples, named=map_tensors(dict(named), Tensor.detach))
         before = self.parallel.batch.size
+
+        def divide_again() -> ParallelModel:
+            found = parallel_model(copy.deepcopy(kept), self._topology, self._verifying)
+            found.gives_columns = True
+            return found
+
         self._inside = True
         try:
             with self.guard.opened(), torch.enable_grad():
                 found = verify_model(
-                    lambda on: copy.deepcopy(kept).to(on),
+                    lambda: copy.deepcopy(kept),
+                    divide_again,
                     ramp,
                     None if self._served else self._another_optimizer,
                     self._topology,
@@ -322,7 +333,7 @@ class DividedScript:
                     self.parallel.grid,
                     batch,
                     device,
-                    gives_columns=True,
+                    references=self._references,
                 )
         except NotComparable as reason:
             self._not_compared(str(reason))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zmqtrain.errors import PlacementError, UsageError
+from zmqtrain.launcher.engine import make_engine
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
 from zmqtrain.processors import gpus
 from zmqtrain.topology.cautions import cautions, counted
@@ -52,9 +53,24 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
         ]
     except PlacementError as error:
         findings.append(Finding("placement", False, str(error)))
-    findings += [_task(topology), *_data(topology, data), _port(topology), *_profile(topology), *_sync(topology)]
+    findings += [
+        *_engine(topology),
+        _task(topology),
+        *_data(topology, data),
+        _port(topology),
+        *_profile(topology),
+        *_sync(topology),
+    ]
     findings += [_encryption(topology), *_network(topology), *_simulation(topology)]
     return placement, findings
+
+
+def _engine(topology: Topology) -> list[Finding]:
+    try:
+        make_engine(topology.engine.kind)
+    except UsageError as error:
+        return [Finding("engine", False, str(error))]
+    return []
 
 
 def _slots(topology: Topology, placement: Placement) -> Finding:

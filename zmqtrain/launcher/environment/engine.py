@@ -12,9 +12,9 @@ from zmqtrain.launcher.engine import EngineRun, Gathered, Gathering, Handle
 from zmqtrain.launcher.environment.place import DEFAULT_PORT, NAME, NODE_RANK, NODES, NodePlace, read_place
 from zmqtrain.launcher.environment.register import Register
 from zmqtrain.launcher.environment.rendezvous import Rendezvous
-from zmqtrain.launcher.environment.secret import read_token, run_token, write_token
 from zmqtrain.launcher.local import LocalEngine, LocalHandle
 from zmqtrain.membership.environment import COORDINATOR_ADDRESS, PEER, TOKEN
+from zmqtrain.membership.secret import read_token, run_token, write_token
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.world import random_bits
 

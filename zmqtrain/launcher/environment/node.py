@@ -16,8 +16,8 @@ from zmqtrain.launcher.addresses import listening_address
 from zmqtrain.launcher.agent import run_agent
 from zmqtrain.launcher.environment.join import Join, wait_for_start
 from zmqtrain.launcher.environment.place import DEFAULT_PORT, NodePlace
-from zmqtrain.launcher.environment.secret import read_token, run_token
 from zmqtrain.membership.environment import COORDINATOR_ADDRESS, TOKEN, RoleEnvironment
+from zmqtrain.membership.secret import read_token, run_token
 from zmqtrain.net.loop import run
 
 #: The variable that says how long a node waits for its launcher, in seconds.

@@ -4,9 +4,22 @@
 of operators (below autograd) or functions (above it).
 """
 
-from zmqtrain.parallel.placed import fused, indexing, layers, norms, pointwise, products, random, reductions, samples, strips, views
+from zmqtrain.parallel.placed import (
+    fused,
+    indexing,
+    layers,
+    meeting,
+    norms,
+    pointwise,
+    products,
+    random,
+    reductions,
+    samples,
+    strips,
+    views,
+)
 from zmqtrain.parallel.placed.tensor import Placed, World, from_local, to_local
 
 __all__ = ["Placed", "World", "from_local", "to_local"]
 
-_RULES = fused, indexing, layers, norms, pointwise, products, random, reductions, samples, strips, views
+_RULES = fused, indexing, layers, meeting, norms, pointwise, products, random, reductions, samples, strips, views

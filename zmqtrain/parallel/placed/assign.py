@@ -75,6 +75,16 @@ def main_grid(plan: Plan | None, grid: Grid) -> Grid:
     return next((each.grid for each in plan or () if each.grid.rows > 1 and each.choice != "batch"), grid)
 
 
+def batch_grid(plan: Plan | None, grid: Grid) -> Grid:
+    """The grid whose columns' samples batch parallelism divides further, over their rows: the main grid, or, where all of its
+    processes are given all samples, the first whose columns have some of them. So fewer samples need to move."""
+    main = main_grid(plan, grid)
+    if main.columns > 1:
+        return main
+    found = (each.grid for each in plan or () if each.choice != "batch" and each.grid.rows > 1 and each.grid.columns > 1)
+    return next(found, main)
+
+
 def assign(model: nn.Module, grid: Grid, plan: Plan | None, fabric: Fabric, *, whole: Iterable[str], strict: bool) -> Assignment:
     """Where everything lies.
 
@@ -91,7 +101,7 @@ class _Assigning:
         for what, given in (("the plan is of another model", [each.layer for each in plan or ()]), ("[parallel] whole", whole)):
             if missing := [name for name in given if name not in names]:
                 raise UsageError(f"{what}: {type(model).__name__} has no layer {missing[0]!r}")
-        self._model, self._main, self._fabric = model, main_grid(plan, grid), fabric
+        self._model, self._batch, self._fabric = model, batch_grid(plan, grid), fabric
         self._whole, self._strict = whole, strict
         self._planned = {each.layer: Assigned.of(each) for each in plan or ()}
         first = next(iter(plan or ()), None)
@@ -132,9 +142,9 @@ class _Assigning:
         return self._planned.get(name)
 
     def _normal(self, assigned: Assigned) -> Assigned:
-        """Batch parallelism takes samples as the main grid has them, so that fewer need to move."""
-        if assigned.choice == "batch" or (assigned.grid.rows == 1 and self._main.rows > 1):
-            return Assigned("whole" if assigned.choice == "whole" else "batch", self._main)
+        """Batch parallelism takes samples as `batch_grid` has them."""
+        if assigned.choice == "batch" or (assigned.grid.rows == 1 and self._batch.rows > 1):
+            return Assigned("whole" if assigned.choice == "whole" else "batch", self._batch)
         return assigned
 
     def _is_whole(self, name: str) -> bool:

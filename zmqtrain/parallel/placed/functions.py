@@ -9,6 +9,9 @@ from typing import Any
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 #: Functions whose rules are given tensors with two divided dimensions as they are; the others get them with one.
 BOTH: set[Any] = set()
+#: Functions that compute each sample by itself, or sum over samples wherever they are. In a layer that the plan has
+#: batch-parallel, each process gives them its own share of the samples.
+BY_SAMPLES: set[Any] = set()
 
 
 def function(*functions: Any, both: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -62,7 +62,7 @@ def placed_input(x: Tensor, use: Use, world: World, *, keep: int | None = None) 
 
 def taken(x: Tensor, target: Placement, use: Use, world: World) -> Tensor:
     """This process's part of ``x``, for a layer with weights of its own."""
-    return to_local(x, target, world, gradient=contributed(target), layer=use.layer)
+    return to_local(x, target, world, gradient=contributed(target), layer=use.layer, moved=True)
 
 
 def computed(local: Tensor, placement: Placement, shape: Sequence[int], world: World) -> Placed:
@@ -76,7 +76,9 @@ def moved_to(x: Tensor, use: Use, world: World) -> Tensor:
         return x
     samples = "all" if use.choice == "batch" else "columns"
     target = laid(use.grid, samples, sample_dimension=x.placement.sample_dimension, sample_unit=x.placement.sample_unit)
-    return x if x.placement == target else from_local(to_local(x, target, world, layer=use.layer), target, x.shape, world)
+    if x.placement == target:
+        return x
+    return from_local(to_local(x, target, world, layer=use.layer, moved=True), target, x.shape, world)
 
 
 def _takes(layer: Any, target: Placement) -> None:
@@ -235,6 +237,16 @@ def with_whole_weights(weight: Tensor | None, place: Placement, world: World) ->
     return to_local(weight, whole, world, gradient=changed(whole, summands=apart))
 
 
+def at_least_one(part: Tensor, dimension: int | None, count: int = 1) -> Tensor:
+    """``part``, or zeros for a sample where this process has none: some functions of torch do not take none.
+
+    ``count``: elements of a sample in its dimension. Of what is computed of zeros, ``narrow(dimension, 0, 0)`` is the part, whose
+    gradients are zeros."""
+    if dimension is None or part.shape[dimension]:
+        return part
+    return part.new_zeros([count if each == dimension else size for each, size in enumerate(part.shape)])
+
+
 def _attention_on_samples(query: Placed, given: dict[str, Any], key: Tensor, value: Tensor) -> Any:
     """Attention whose weights are whole: each process its own samples."""
     world, place = query.world, changed(query.placement, summands="none")
@@ -249,11 +261,19 @@ def _attention_on_samples(query: Placed, given: dict[str, Any], key: Tensor, val
         "attn_mask": _mask_of_samples(given["attn_mask"], given["num_heads"], masks, world),
         **{name: with_whole_weights(given[name], place, world) for name in _ATTENTION_WEIGHTS},
     }
+    none = place.sample_dimension is not None and not parts[id(query)].shape[1]
+    if none:
+        parts = {each: at_least_one(part, 1) for each, part in parts.items()}
+        own["key_padding_mask"] = None if padding is None else at_least_one(own["key_padding_mask"], 0)
+        if own["attn_mask"] is not None:
+            own["attn_mask"] = at_least_one(own["attn_mask"], 0, given["num_heads"])
     three = parts[id(query)], parts[id(key)], parts[id(value)]
     if given["training"] and given["dropout_p"]:
         output, weights = _dropping(query, own, three, masks)
     else:
         output, weights = functional.multi_head_attention_forward(*three, **own)
+    if none:
+        output, weights = output.narrow(1, 0, 0), None if weights is None else weights.narrow(0, 0, 0)
     found = from_local(output, place, query.shape, world)
     if weights is None:
         return found, None

@@ -12,7 +12,7 @@ from zmqtrain.parallel.domain.batch_norm import DomainBatchNorm2d
 from zmqtrain.parallel.halo import HEIGHT, WIDTH
 from zmqtrain.parallel.model.batch_norm import BatchNorm
 from zmqtrain.parallel.placed.functions import function
-from zmqtrain.parallel.placed.layers import helper, lend
+from zmqtrain.parallel.placed.layers import at_least_one, helper, lend
 from zmqtrain.parallel.placed.parameters import use_of
 from zmqtrain.parallel.placed.tensor import Placed, World, from_local, to_local
 from zmqtrain.parallel.placement import Placement, Summands, changed, laid
@@ -97,7 +97,9 @@ def instance_norm(
         place = world.whole_of(place.grid)
     _, parts = _weights(world, place, weight, bias)
     x = to_local(input, place, world)
-    found = from_local(functional.instance_norm(x, None, None, parts[0], parts[1], True, momentum, eps), place, input.shape, world)
+    given = at_least_one(x, place.sample_dimension)
+    own = functional.instance_norm(given, None, None, parts[0], parts[1], True, momentum, eps)
+    found = from_local(own.narrow(0, 0, x.shape[0]), place, input.shape, world)
     with torch.no_grad():
         values = world.placed(x.detach(), place, input.shape)
         inner = tuple(range(2, input.dim()))

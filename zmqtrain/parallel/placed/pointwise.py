@@ -196,7 +196,8 @@ def _leader(placed: Sequence[Placed], placements: Sequence[Placement], shape: tu
         if found.sample_dimension is not None and value.shape[placement.sample_dimension or 0] != shape[found.sample_dimension]:
             found = changed(found, sample_dimension=None, samples="columns", sample_unit=1)
         candidates.append(found)
-    leader = max(candidates, key=lambda each: (each.divided is not None, each.sample_dimension is not None))
+    # Of a column's samples each process has its own share already: that costs no message, and saves the others' work.
+    leader = max(candidates, key=lambda each: (each.divided is not None, each.sample_dimension is not None, each.samples == "all"))
     if leader.sample_dimension is None:
         taken = (None, leader.divided, leader.across)
         others = [each for each in candidates if each.sample_dimension not in taken and each.grid == leader.grid]

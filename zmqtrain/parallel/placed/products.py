@@ -129,7 +129,7 @@ def matmul(input: Tensor, other: Tensor) -> Any:
     places = [freed(each, [each.dim() - 2, each.dim() - 1]) for each in (input, other)]
     if any(each.placement.divided != place.divided for each, place in zip((input, other), places, strict=True)):
         return NotImplemented  # divided inside
-    place = max(places, key=lambda each: (each.divided is not None, each.sample_dimension is not None))
+    place = max(places, key=lambda each: (each.divided is not None, each.sample_dimension is not None, each.samples == "all"))
     own = [to_local(each, place, input.world) for each in given]
     return from_local(own[0].matmul(own[1]), place, (*input.shape[:-1], other.shape[-1]), input.world)
 

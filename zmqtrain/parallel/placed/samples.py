@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zmqtrain.parallel.placed.functions import function
+from zmqtrain.parallel.placed.functions import BY_SAMPLES, function
 from zmqtrain.parallel.placed.layers import with_whole_weights
 from zmqtrain.parallel.placed.parameters import use_of
 from zmqtrain.parallel.placed.tensor import Placed, World, from_local, to_local
@@ -122,3 +122,14 @@ def embedding_bag(
     words = to_local(input, place, world)
     found = functional.embedding_bag(words, part, mode=mode, per_sample_weights=each, padding_idx=padding_idx)
     return from_local(found, place, (input.shape[0], weight.shape[1]), world)
+
+
+#: What has a rule that asks for the samples itself is not among them: linear layers, convolutions, embeddings.
+_LAYERS: list[Callable[..., Any]] = [
+    *(functional.multi_head_attention_forward, torch.lstm, functional.bilinear, functional.embedding_bag),
+    *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d),
+    *(functional.layer_norm, functional.rms_norm, functional.group_norm, functional.batch_norm, functional.instance_norm),
+    *(functional.prelu, torch.prelu, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum),
+    *(Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm),
+]
+BY_SAMPLES.update(_LAYERS, _RECURRENT, _CELLS)

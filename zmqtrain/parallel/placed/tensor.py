@@ -26,7 +26,7 @@ from zmqtrain.parallel.communicator import Fabric, Label, Phase, Term
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.dropout import Batch
 from zmqtrain.parallel.model.site import Site
-from zmqtrain.parallel.placed.functions import BOTH, FUNCTIONS
+from zmqtrain.parallel.placed.functions import BOTH, BY_SAMPLES, FUNCTIONS
 from zmqtrain.parallel.placement import Block, Placement, changed, laid, lengths, remembered, settled, within
 from zmqtrain.parallel.redistribute import carry, route
 
@@ -303,6 +303,8 @@ class Placed(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in BY_SAMPLES:
+            args, kwargs = shared_out(args, kwargs or {})
         rule = FUNCTIONS.get(func)
         if rule is not None:
             if func not in BOTH and any(world.both for world in _worlds(args)):
@@ -338,6 +340,36 @@ def _worlds(args: Sequence[Any]) -> Iterator[World]:
             yield each.world
         elif isinstance(each, list | tuple):
             yield from _worlds(each)
+
+
+def shared_out(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Arguments of a layer's function. Where its weights are batch-parallel, the others are this process's share of the samples.
+
+    What is divided already stays so: a layer before this one has found it worth while.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
+    use = next((leaf.use for leaf in leaves if leaf.use is not None and leaf.use.choice == "batch"), None)
+    if use is None or all(_is_share(leaf) for leaf in leaves):
+        return args, kwargs
+    found: dict[int, Placed] = {}  # layers ask whether query, key and value are the same
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Placed) or leaf.use is not None or _is_share(leaf):
+            return leaf
+        if id(leaf) not in found:
+            there = leaf.placement
+            target = laid(use.grid, "all", sample_dimension=there.sample_dimension, sample_unit=there.sample_unit)
+            own = to_local(leaf, target, leaf.world, layer=use.layer)
+            found[id(leaf)] = from_local(own, target, leaf.shape, leaf.world)
+        return found[id(leaf)]
+
+    return pytree.tree_map(moved, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
+
+
+def _is_share(value: Placed) -> bool:
+    """Whether no process has more of it than it needs."""
+    there = value.placement
+    return there.sample_dimension is None or there.samples == "all" or there.divided is not None
 
 
 def along_one(value: Any) -> Any:
@@ -387,7 +419,13 @@ def contributed(placement: Placement) -> Placement:
 
 
 def to_local(
-    value: Tensor, target: Placement, world: World, *, gradient: Placement | None = None, layer: str | None = None
+    value: Tensor,
+    target: Placement,
+    world: World,
+    *,
+    gradient: Placement | None = None,
+    layer: str | None = None,
+    moved: bool = False,
 ) -> Tensor:
     """This process's part of ``value`` in the placement ``target``, for a layer's own code; with its gradient.
 
@@ -395,13 +433,14 @@ def to_local(
         value: a placed tensor, or one that is the same on all processes.
         gradient: what the gradient that the layer computes for this part is; by default a part like it, whole in what it is of.
         layer: that needs it, in labels of messages.
+        moved: whether a message is always that layer's, also one that gathers what a model-parallel layer has left divided.
     """
     layer = world.layer if layer is None else layer
     if not isinstance(value, Placed):
         if not value.requires_grad:
             return world.cut(value, target)
         value = from_local(value, world.whole_of(target.grid), value.shape, world)
-    return cast(Tensor, _ToLocal.apply(value, target, gradient or target, world, layer))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ToLocal.apply(value, target, gradient or target, world, layer, moved))  # type: ignore[no-untyped-call]
 
 
 class _FromLocal(torch.autograd.Function):
@@ -426,30 +465,30 @@ class _FromLocal(torch.autograd.Function):
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Placed, target: Placement, gradient: Placement, world: World, layer: str) -> Tensor:
+    def forward(ctx: Any, value: Placed, target: Placement, gradient: Placement, world: World, layer: str, moved: bool) -> Tensor:
         source, shape = value.placement, value.shape
         ctx.source, ctx.target, ctx.gradient, ctx.world = source, target, gradient, world
         ctx.shape, ctx.layer = shape, layer
         if unchanged(source, target, shape):
             return value.local.detach()
         label = None
-        if not source.origin or source.divided is None or target.divided is not None:
+        if moved or not source.origin or source.divided is None or target.divided is not None:
             label = world.label("redistribute", "forward", layer)
         return world.relaid(value, target, label).detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         world = ctx.world
         with in_backward(world):
             found = world.placed(gradient, ctx.gradient, ctx.shape)
             if ctx.gradient is ctx.target and ctx.source.summands == "none":
                 # To where the activation came from, as it came: at once, while others wait for it.
                 if unchanged(ctx.target, ctx.source, ctx.shape):
-                    return world.placed(gradient, ctx.source, ctx.shape), None, None, None, None
+                    return world.placed(gradient, ctx.source, ctx.shape), None, None, None, None, None
                 label = world.label("redistribute", "backward", ctx.layer)
                 found = world.placed(world.relaid(found, ctx.source, label), ctx.source, ctx.shape)
-        return found, None, None, None, None
+        return found, None, None, None, None, None
 
 
 class in_backward:  # noqa: N801 - a context manager

@@ -91,7 +91,7 @@ class CheckpointCollector:
         self._ended: dict[Tag, asyncio.Future[None]] = {}
         self._lock = asyncio.Lock()  # one change to the incoming checkpoints at a time
         self._look = asyncio.Event()  # a worker was lost, or there is another deadline
-        self._model, self._clock = ModelFile(endpoint, model), clock
+        self._model, self._clock = ModelFile(endpoint, model, self._model_failed), clock
         self._tasks: asyncio.TaskGroup | None = None
         self._subscription = endpoint.subscribe(SAVE)
         endpoint.serve(WRITTEN, self._on_written)
@@ -182,10 +182,12 @@ class CheckpointCollector:
                 await self._commit_if_complete(step)
                 # The last part is acknowledged only now: its worker, and with it the run, stays until the checkpoint is complete.
                 self._end((WRITTEN, step, name))
-        except (CheckpointError, OSError) as error:
-            said = error if isinstance(error, CheckpointError) else CheckpointError(f"checkpoint {step} cannot be written: {error}")
-            self._end((WRITTEN, step, name), said)
-            self._drop(step, said)
+        except CheckpointError as error:
+            self._end((WRITTEN, step, name), error)
+            self._drop(step, error)
+        except OSError as error:  # a full disk: training continues without this checkpoint
+            self._end((WRITTEN, step, name))
+            self._do_without(step, error)
 
     async def _watch(self) -> None:
         """Look again when a worker is lost or parts are overdue."""
@@ -206,6 +208,11 @@ class CheckpointCollector:
     def _give_up(self, incoming: IncomingCheckpoint, reason: str) -> None:
         self._drop(incoming.step, CheckpointError(f"checkpoint {incoming.step} is abandoned: {reason}{self._missing(incoming)}"))
 
+    def _do_without(self, step: int, error: OSError) -> None:
+        """The checkpoint of ``step`` cannot be written, but the run can go on: nobody who waits for it gets an error."""
+        self._end((COMMITTED, step))
+        self._drop(step, CheckpointError(f"checkpoint {step} cannot be written: {error.strerror or error}"))
+
     def _drop(self, step: int, error: CheckpointError) -> None:
         """The checkpoint of ``step`` will never be complete: everything that waits for it gets ``error``."""
         incoming = self._incoming.pop(step, None)
@@ -221,7 +228,7 @@ class CheckpointCollector:
         try:
             await self._commit_if_complete(incoming.step)
         except OSError as error:
-            self._drop(incoming.step, CheckpointError(f"checkpoint {incoming.step} cannot be written: {error}"))
+            self._do_without(incoming.step, error)
         there = self._there()
         if incoming.step in self._incoming and incoming.has_lost(there) and incoming.missing(self._nothing, there) == [MODEL]:
             self._give_up(incoming, "the worker that was to send the model was lost")
@@ -256,7 +263,10 @@ class CheckpointCollector:
         try:
             await asyncio.to_thread(self._model.publish, folder)
         except OSError as error:
-            self._on_event("model failed", {"step": step, "reason": f"the model of step {step} cannot be written: {error}"})
+            self._model_failed(step, error.strerror or str(error))
+
+    def _model_failed(self, step: int, reason: str) -> None:
+        self._on_event("model failed", {"step": step, "reason": f"the model of step {step} cannot be written: {reason}"})
 
     @staticmethod
     def _now() -> float:

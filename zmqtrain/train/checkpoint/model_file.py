@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,21 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.checkpoint_part import ALONE, ALONE_WRITTEN, unpack_manifest
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.train.checkpoint.folder import MODEL, PartWriter
+from zmqtrain.waiting import settle
 from zmqtrain.wire.payload import Payload, Value
 
 NAME, ABOUT = "model.safetensors", "model.json"
+_PARTIAL = f".{MODEL}.partial"
 
 
 class ModelFile:
     """The model file of one run. `run` it as a task for as long as the run lasts."""
 
-    def __init__(self, endpoint: Endpoint, folder: Path | None) -> None:
-        """``folder``: the run's directory; ``None``: models that arrive are dropped."""
-        self._folder = folder
+    def __init__(self, endpoint: Endpoint, folder: Path | None, failed: Callable[[int, str], None]) -> None:
+        """``folder``: the run's directory; ``None``: models that arrive are dropped. ``failed`` gets the step and the reason
+        if one cannot be written; the run continues."""
+        self._folder, self._failed = folder, failed
+        self._given_up: Tag | None = None  # the rest of what arrives with this tag is dropped
         self._writer: PartWriter | None = None
         self._written: dict[Tag, asyncio.Future[None]] = {}
         self._subscription = endpoint.subscribe(ALONE)
@@ -42,17 +46,27 @@ class ModelFile:
         try:
             async for _, tag, payload in self._subscription:
                 future = self._future(tag[1:])
+                if tag == self._given_up:
+                    continue
                 try:
-                    if await asyncio.to_thread(self._take, payload) and not future.done():
-                        future.set_result(None)
-                except (CheckpointError, OSError) as error:
-                    if not future.done():
-                        future.set_exception(CheckpointError(f"the model cannot be written: {error}"))
-                        future.exception()  # nothing may be waiting for it
+                    if await asyncio.to_thread(self._take, payload):
+                        settle(future, None)
+                except CheckpointError as error:
+                    settle(future, CheckpointError(f"the model cannot be written: {error}"))
+                    self._give_up(tag)
+                except OSError as error:  # a full disk
+                    settle(future, None)
+                    self._give_up(tag)
+                    self._failed(int(tag[1]), error.strerror or str(error))
         finally:
             self._subscription.close()
             for future in self._written.values():
                 future.cancel()
+
+    def _give_up(self, tag: Tag) -> None:
+        self._given_up, self._writer = tag, None
+        if self._folder is not None:
+            shutil.rmtree(self._folder / _PARTIAL, ignore_errors=True)
 
     def publish(self, checkpoint: Path) -> None:
         """The checkpoint is complete: its model becomes the run's. Raises `OSError`."""
@@ -65,7 +79,7 @@ class ModelFile:
         """Write the next message of a model, in a thread. Returns whether the model is complete."""
         if self._folder is None:
             return True
-        partial = self._folder / f".{MODEL}.partial"
+        partial = self._folder / _PARTIAL
         if self._writer is None:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -87,10 +101,14 @@ class ModelFile:
         new = self._folder / f".{NAME}.tmp"
         new.unlink(missing_ok=True)
         try:
-            new.hardlink_to(source)
-        except OSError:  # a file system without links
-            shutil.copyfile(source, new)
-        os.replace(new, self._folder / NAME)
+            try:
+                new.hardlink_to(source)
+            except OSError:  # a file system without links
+                shutil.copyfile(source, new)
+            os.replace(new, self._folder / NAME)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
         write_about(self._folder, about)
 
     def _future(self, key: Tag) -> asyncio.Future[None]:
@@ -104,8 +122,12 @@ class ModelFile:
 def write_about(folder: Path, about: Mapping[str, Any]) -> None:
     """Write the description of the model in ``folder``."""
     new = folder / f".{ABOUT}.tmp"
-    new.write_text(json.dumps(dict(about), indent=2) + "\n", encoding="utf-8")
-    os.replace(new, folder / ABOUT)
+    try:
+        new.write_text(json.dumps(dict(about), indent=2) + "\n", encoding="utf-8")
+        os.replace(new, folder / ABOUT)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def model_lines(folder: Path, steps: int) -> list[str]:

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.topology.plan import NOMINAL_FLOPS
 from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.profile import Profile
-
-#: Operations per second of the nominal device, about those of one core.
-NOMINAL_FLOPS = 20e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The secret that only the nodes of a run share: the token, and what is derived from it."""
+"""The secret that only the hosts of a run share: the token, and what is derived from it."""
 
 from __future__ import annotations
 

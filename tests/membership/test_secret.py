@@ -9,7 +9,7 @@ import pytest
 
 from zmqtrain.errors import ProtocolError, RunTokenError, UsageError
 from zmqtrain.launcher.environment.sealed import Seal
-from zmqtrain.launcher.environment.secret import read_token, run_token, write_token
+from zmqtrain.membership.secret import read_token, run_token, write_token
 
 TOKEN = "0123456789abcdef"
 

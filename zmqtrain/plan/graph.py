@@ -1,0 +1,89 @@
+"""Which stages take the outputs of which: a model as it branches, and what has to be brought together where branches meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from zmqtrain.plan.layers import Meeting, Source, Stage, leading
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """An output that is brought to where another stage's output lies, because the two are added up."""
+
+    source: int
+    target: int
+    numel: int
+    """Elements of a sample."""
+    charged: int
+    """The stage with which it is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Stages by their number in the order of the forward."""
+
+    before: tuple[int | None, ...]
+    """The stage where each one's input lies; ``None``: it is the model's input."""
+    brought: tuple[Brought, ...]
+    modules: tuple[tuple[str, int], ...]
+    """The modules in whose forward branches meet, and the stage with which these messages are counted."""
+
+    @property
+    def chain(self) -> bool:
+        """Whether each stage takes the outputs of the one before it and nothing else."""
+        return not self.brought and self.before == (None, *range(len(self.before) - 1))
+
+    def after(self, index: int) -> list[int]:
+        """The stages that take a stage's output."""
+        return [each for each, before in enumerate(self.before) if before == index]
+
+    def ends(self, index: int) -> bool:
+        """Whether nothing takes a stage's output: it is the model's."""
+        return index not in self.before and all(each.source != index for each in self.brought)
+
+
+def graph_of(layers: Sequence[Stage]) -> Graph:
+    """The graph of these stages. Sources that are none of them count as the model's input."""
+    return _graph(tuple((stage.name, stage.source) for stage in layers))
+
+
+@lru_cache(maxsize=256)
+def _graph(layers: tuple[tuple[str, Source | None], ...]) -> Graph:
+    places = {name: index for index, (name, _) in enumerate(layers)}
+    before: list[int | None] = []
+    brought: list[Brought] = []
+    modules: dict[str, int] = {}
+    seen: set[Source] = set()
+
+    def meet(source: Source) -> None:
+        """Note what has to be brought to where the first branch lies; once, however many take the result."""
+        if not isinstance(source, Meeting) or source in seen:
+            return
+        seen.add(source)
+        ends = [_place(branch.source, places) for branch in source.branches]
+        for branch in source.branches:
+            meet(branch.source)
+        charged = modules.setdefault(source.module, max((end for end in ends if end is not None), default=0))
+        if not ends or ends[0] is None:
+            return
+        brought.extend(
+            Brought(end, ends[0], branch.numel, charged)
+            for end, branch in zip(ends[1:], source.branches[1:], strict=True)
+            if end not in (None, ends[0])
+        )
+
+    for index, (_, source) in enumerate(layers):
+        if source is None:
+            before.append(index - 1 if index else None)
+            continue
+        meet(source)
+        before.append(_place(source, places))
+    return Graph(tuple(before), tuple(brought), tuple(modules.items()))
+
+
+def _place(source: Source, places: dict[str, int]) -> int | None:
+    leader = leading(source)
+    return None if leader is None else places.get(leader)

@@ -1,0 +1,94 @@
+"""Paths of the search for a plan: the states that layers may be in, what a path has cost so far, and which paths may still win."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zmqtrain.plan.placed import Placed
+from zmqtrain.plan.price import Times, joined_units
+from zmqtrain.plan.problem import Options, Problem
+
+Array: TypeAlias = NDArray[np.float64]
+Indices: TypeAlias = NDArray[np.int64]
+
+#: This many paths of a state are compared in time, queue and memory together; beyond that, in two of the three at a time.
+MOST_COMPARED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How a layer is placed, and whether its input arrives divided as the layer before has left it."""
+
+    placed: Placed
+    joined: bool = False
+
+
+def states_of(problem: Problem, options: Options, index: int) -> list[State]:
+    """The states of a layer."""
+    found, place, stage = [State(how) for how in options.placed], problem.graph.before[index], problem.layers[index]
+    if place is not None:
+        before = problem.layers[place]
+        found += [State(how, True) for how in options.placed if problem.pricing.joins(before, how, stage, how)]
+    return found
+
+
+def times_of(problem: Problem, index: int, state: State) -> Times:
+    """A layer's times in a state."""
+    stage, graph = problem.layers[index], problem.graph
+    first, last = graph.before[index] is None, graph.ends(index)
+    joined = joined_units(problem, index) if state.joined else 0
+    cost = problem.pricing.layer(stage, state.placed, problem.batch, first=first, last=last, joined=joined)
+    return Times.of(problem, stage, state.placed, cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Paths from the last layer to a layer: their state there, their costs so far, and the paths that they continue."""
+
+    state: Indices
+    time: Array
+    until: Array
+    """A + Q"""
+    memory: Array
+    origin: Indices
+
+    def only(self, which: Any) -> Ways:
+        return Ways(self.state[which], self.time[which], self.until[which], self.memory[which], self.origin[which])
+
+
+def unbeaten(ways: Ways, overlaps: bool, limited: bool) -> Indices:
+    """The paths that no other path beats. Without overlap, only the time when everything has finished counts."""
+    time = ways.time if overlaps else ways.until
+    if not limited:
+        order = np.lexsort((ways.until, time))
+        return order[lower(ways.until[order])]
+    order = np.lexsort((ways.until, time, ways.memory))
+    keep = lower(time[order]) | lower(ways.until[order])
+    if not overlaps or len(order) > MOST_COMPARED:
+        return order[keep]
+    for place, way in enumerate(order):  # in the order of memory: only paths before it can beat it
+        if not keep[place]:
+            others = order[:place]
+            beaten = (time[others] <= time[way]) & (ways.until[others] <= ways.until[way])
+            keep[place] = not beaten.any()
+    return order[keep]
+
+
+def lower(values: Array) -> NDArray[np.bool_]:
+    """Which values are lower than all values before them."""
+    keep = np.ones(len(values), np.bool_)
+    keep[1:] = values[1:] < np.minimum.accumulate(values)[:-1]
+    return keep
+
+
+def spread(ways: Ways, most: int) -> Indices:
+    """At most ``most`` of them, evenly spread over their memory (or over time, if memory is not limited)."""
+    count = len(ways.time)
+    if count <= most:
+        return np.arange(count)
+    order = np.lexsort((ways.time, ways.memory))
+    return order[np.unique(np.linspace(0, count - 1, most).astype(np.int64))]
