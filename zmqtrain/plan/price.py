@@ -90,12 +90,16 @@ def changing_bytes(problem: Problem, after: Stage) -> int:
     return problem.batch_bytes(after.numel_in)
 
 
-def joined_units(problem: Problem, index: int) -> int:
+def joined_units(before: Stage, stage: Stage) -> int:
     """The number of units by which a layer's input is divided if it arrives divided: channels, even after flattening."""
-    head, before = problem.layers[index].head, problem.graph.before[index]
-    assert before is not None
-    units = problem.layers[before].head.units
+    head, units = stage.head, before.head.units
     return units if not head.image and head.numel_in % units == 0 else head.input_units
+
+
+def divided(problem: Problem, placed: Sequence[Placed], index: int) -> Stage:
+    """A layer as this plan divides it: alone, or together with the others of its pair."""
+    alike = all(placed[mate] == placed[index] for mate in problem.graph.mates(index))
+    return problem.stage(index, placed[index], paired=alike)
 
 
 def redistribution(problem: Problem, before: Stage, source: Placed, after: Stage, target: Placed) -> tuple[Cost, Cost]:
@@ -113,7 +117,7 @@ def brought(problem: Problem, placed: Sequence[Placed], index: int) -> tuple[Cos
     there, back = Cost(), Cost()
     for each in problem.graph.brought if problem.charge_changes else ():
         if each.charged == index:
-            (before, source), (at, target) = ((problem.layers[end], placed[end]) for end in (each.source, each.target))
+            (before, source), (at, target) = ((divided(problem, placed, end), placed[end]) for end in (each.source, each.target))
             there += _cost(problem.pricing.meetings(before, [source], at, [target]), problem.batch_bytes(each.numel))
             back += _cost(problem.pricing.meetings(before, [source], at, [target], back=True), problem.batch_bytes(each.numel))
     return there, back
@@ -126,13 +130,13 @@ def _cost(change: Changes, nbytes: int) -> Cost:
 
 def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerCost:
     """What one layer of a plan sends, with the redistribution of its input, and what is brought to its outputs."""
-    stage, how, pricing, before = problem.layers[index], placed[index], problem.pricing, problem.graph.before[index]
+    stage, how, pricing, before = divided(problem, placed, index), placed[index], problem.pricing, problem.graph.before[index]
     first, last, joined = before is None, problem.graph.ends(index), 0
     there, back = brought(problem, placed, index)
     if before is not None:
-        one, source = problem.layers[before], placed[before]
+        one, source = divided(problem, placed, before), placed[before]
         if pricing.joins(one, source, stage, how):
-            joined = joined_units(problem, index)
+            joined = joined_units(one, stage)
         else:
             moved = redistribution(problem, one, source, stage, how)
             there, back = there + moved[0], back + moved[1]
@@ -143,7 +147,8 @@ def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerC
 def price(problem: Problem, placed: Sequence[Placed]) -> PlanPrice:
     """The price of these placements, in the order of the problem's layers."""
     layers = []
-    for index, (stage, how) in enumerate(zip(problem.layers, placed, strict=True)):
+    every = [divided(problem, placed, index) for index in range(len(placed))]
+    for index, (stage, how) in enumerate(zip(every, placed, strict=True)):
         forward_s, backward_s = problem.seconds(stage, how)
         layers.append(LayerPrice(stage, how, layer_cost(problem, placed, index), forward_s, backward_s, problem.memory(stage, how)))
     seconds = problem.link.seconds
