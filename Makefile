@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 LOWEST := $(VENV)-lowest
-# Processes that test at a time; each starts others.
-WORKERS ?= 2
-# Fixtures of a file, such as a cluster, are made once; files go in the order that tests/conftest.py gives them.
-DIST := --dist loadfile --no-loadscope-reorder
+# Processes that test at a time. Each starts others, and waits for them: on two processors three keep both busy.
+WORKERS ?= 3
+# Fixtures of a file, such as a cluster, are made once.
+DIST := --dist loadfile
 # Tests start hundreds of processes. Each would compile the package anew where the environment forbids to keep what is compiled.
 export PYTHONDONTWRITEBYTECODE :=
 

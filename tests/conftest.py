@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import sys
 from collections.abc import Callable, Mapping
 
 # Read when torch is imported, here and in what tests start. Tensors of tests are small, and each thread that computes, as a rank's,
@@ -38,6 +40,13 @@ LONG_FIRST = (
     "server",
 )
 
+_FROZEN = {"modules": 0}  # how many there were when memory was looked through last
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # or xdist would begin with the files of the most tests
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONG_FIRST)}
@@ -48,6 +57,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_logstart() -> None:
+    """Before a test: all tests and the modules that there are stay in memory, and no collection of garbage looks at them again.
+
+    They are a million objects, a second for each collection, and each rank of a group collects after it has compared models.
+    """
+    if len(sys.modules) >= _FROZEN["modules"] + 20:
+        _FROZEN["modules"] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -379,11 +378,11 @@ def test_what_else_programs_and_frameworks_ask_of_a_backend(tmp_path: Path) -> N
     assert all("total 4.0" in text for text in found["zmq"])
 
 
-def test_groups_of_ranks_gossip_or_meet_at_model_servers_beside_ddp(tmp_path: Path) -> None:
+def test_groups_of_ranks_exchange_beside_ddp(tmp_path: Path) -> None:
     """Two groups of two: by gossip the parameters of one process that does the same by the schedule, by synchronous servers those
-    of one process on everybody's data; to summation order in float64."""
+    of one process on everybody's data, by averaging those that torch's own outer optimizer gives; to summation order in float64."""
     printed = run_whole_program(tmp_path, "hooks", "zmq", ranks=4)
-    assert set(printed["zmq"]) == {2 * "apart by less than 1e-12: True\n" + "learns: True\n"}
+    assert set(printed["zmq"]) == {2 * "apart by less than 1e-12: True\n" + "learns: True\napart by less than 1e-12: True\n"}
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> None:
@@ -391,11 +390,9 @@ def test_a_rank_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> 
     assert other.stdout is not None
     assert other.stdout.readline() == "waiting\n"
     other.send_signal(signal.SIGKILL)
-    began = time.monotonic()
     _, errors = one.communicate(timeout=PATIENCE_S)
     assert "lost rank 1 while waiting for all_reduce" in errors
-    assert "its process has ended" in errors
-    assert time.monotonic() - began < 30  # far less than the time-out of minutes
+    assert "its process has ended" in errors  # and not: the time-out, which is minutes
     other.communicate()
 
 

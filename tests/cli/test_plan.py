@@ -60,7 +60,7 @@ def test_the_table_of_layers_as_json(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_table_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_plan(STUDY) == 0
+    assert run_plan(STUDY, processes="512") == 0
     shown = capsys.readouterr().out
     assert "the table alexnet: 62,367,776 weights" in shown
     assert "priced by the paper's equations" in shown
@@ -85,7 +85,7 @@ def test_a_task_s_model(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_profile_and_overlap(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["compute.group_size=8", "compute.batch_size=512"]
+    settings = ["compute.profile=lenet", "compute.batch_size=2048", "compute.group_size=8"]
     steps = []
     for overlap in ("none", "0.5", "perfect"):
         more = [*settings, f"plan.overlap={overlap}"]

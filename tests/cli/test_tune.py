@@ -142,7 +142,7 @@ def test_a_search_that_was_interrupted_goes_on(
 
 def test_several_strategies_in_one_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = How(simulate=True, strategies=names_of(["sync", "default"]))
-    assert run_tune(file, how, run_dir=tmp_path / "run", settings=["tune.time_limit=4.0"]) == 0
+    assert run_tune(file, how, run_dir=tmp_path / "run", settings=["tune.time_limit=3.0"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())["strategies"]
     assert [row["strategy"] for row in summary] == ["default", "sync"]
     assert summary[0]["search_share"] == 0

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_tune import TASK
+from tests.launcher.ready import ReadyZygote
 from zmqtrain.cli.launch import run_launch
 from zmqtrain.cli.launch_options import LaunchOptions
 from zmqtrain.cli.report import run_report
@@ -21,6 +22,7 @@ from zmqtrain.cli.simulate import run_simulate
 from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.experiment.job import Watching, job_with, rest
 from zmqtrain.experiment.runs import LaunchedRuns
+from zmqtrain.launcher import local
 from zmqtrain.topology.load import load_topology
 from zmqtrain.train.checkpoint.folder import find_checkpoints, find_latest
 from zmqtrain.tune.drift import Drift
@@ -62,6 +64,11 @@ cold = 0
 """
     )
     return path
+
+
+@pytest.fixture(autouse=True)
+def roles_are_forked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "Zygote", ReadyZygote)
 
 
 def given(trial: Trial) -> Outcome:

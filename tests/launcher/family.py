@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import psutil
 
 
@@ -12,8 +14,9 @@ class Family:
         self._known: set[psutil.Process] = set()
 
     def add(self, pid: int) -> None:
-        """A process of the test's own."""
-        self._known.add(psutil.Process(pid))
+        """A process of the test's own; none, if it has ended already."""
+        with suppress(psutil.NoSuchProcess):
+            self._known.add(psutil.Process(pid))
 
     def seen(self) -> set[psutil.Process]:
         """Every process that was seen so far, after another look."""

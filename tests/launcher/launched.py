@@ -9,16 +9,18 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.launcher.family import Family
-from tests.launcher.ready import ready_process
+from tests.launcher.ready import Forked, ready_process
 from tests.patience import PATIENCE_S
-from zmqtrain.launcher.zygote import RUNNING
+
+#: How often somebody who waits for a line looks whether the launcher has ended.
+_LOOK_S = 0.5
 
 
 def prepare(folder: Path, task: str, topology: str) -> Path:
@@ -32,7 +34,7 @@ def prepare(folder: Path, task: str, topology: str) -> Path:
 class Launched:
     """``zmqtrain launch`` in ``folder``. Use it in a ``with`` block: whatever is left at its end is killed.
 
-    Roles are forked by a process that has imported torch for all launches of these tests, but ``from_nothing``."""
+    It and its roles are forked by a process that has imported torch for all launches of these tests, but ``from_nothing``."""
 
     def __init__(self, folder: Path, *arguments: str, from_nothing: bool = False) -> None:
         self.folder, self.run = folder, folder / "run"
@@ -40,43 +42,39 @@ class Launched:
         self.errors: list[str] = []
         (folder / "tmp").mkdir(exist_ok=True)
         environ = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
-        command = (sys.executable, "-m", "zmqtrain", "launch", "--run-dir", str(self.run), *arguments)
+        words = ("launch", "--run-dir", str(self.run), *arguments)
+        output_read, output_write = os.pipe()
         errors_read, errors_write = os.pipe()
-        with open(errors_write, "wb") as errors, ExitStack() as stack:
-            zygote = None if from_nothing else ready_process().zygote(folder, environ, errors_write)
-            inherited: tuple[int, ...] = ()
-            if zygote is not None:
-                inherited = (stack.enter_context(zygote[1]).fileno(),)
-                environ[RUNNING] = str(inherited[0])
-            self._process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environ,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-                pass_fds=inherited,
-            )
-        self._stderr = open(errors_read, encoding="utf-8")  # noqa: SIM115 - the reader's, until `_finish_reading`
+        self._family = Family()
+        self._process: subprocess.Popen[bytes] | Forked
+        with open(output_write, "wb") as output, open(errors_write, "wb") as errors:
+            if from_nothing or not ready_process().serves(environ):
+                command = (sys.executable, "-m", "zmqtrain", *words)
+                self._process = subprocess.Popen(
+                    command, cwd=folder, env=environ, stdout=output, stderr=errors, start_new_session=True
+                )
+            else:
+                zygote, channel = ready_process().zygote(folder, environ, errors_write)
+                self._family.add(zygote.pid)
+                with channel:
+                    self._process = ready_process().command(words, folder, environ, output_write, errors_write, channel.fileno())
+            self._family.add(self._process.pid)
+        self._stdout = open(output_read, encoding="utf-8")  # noqa: SIM115 - the readers', until `_finish_reading`
+        self._stderr = open(errors_read, encoding="utf-8")  # noqa: SIM115
         self._said = threading.Condition()
         self._readers = [
-            threading.Thread(target=self._read, args=(self._process.stdout, self.lines)),
+            threading.Thread(target=self._read, args=(self._stdout, self.lines)),
             threading.Thread(target=self._read, args=(self._stderr, self.errors)),
         ]
         for reader in self._readers:
             reader.start()
-        self._family = Family()
-        self._family.add(self._process.pid)
-        if zygote is not None:
-            self._family.add(zygote[0])
 
     def __enter__(self) -> Launched:
         return self
 
     def __exit__(self, *_exc: object) -> None:
         self._family.kill()
-        self._process.wait()
+        self._process.wait(PATIENCE_S)
         self._finish_reading()
 
     def __repr__(self) -> str:
@@ -90,8 +88,10 @@ class Launched:
             found[:] = [match for line in self.lines if (match := re.search(pattern, line))]
             return len(found) >= times or self._process.poll() is not None
 
+        end = time.monotonic() + PATIENCE_S
         with self._said:
-            assert self._said.wait_for(enough, PATIENCE_S), f"nothing like {pattern} in:\n{self!r}"
+            while not self._said.wait_for(enough, _LOOK_S):  # that it has ended is told to nobody who waits
+                assert time.monotonic() < end, f"nothing like {pattern} in:\n{self!r}"
         assert len(found) >= times, f"it ended without {pattern}:\n{self!r}"
         self.processes()
         return found
@@ -151,6 +151,5 @@ class Launched:
     def _finish_reading(self) -> None:
         for reader in self._readers:
             reader.join(PATIENCE_S)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._stdout.close()
         self._stderr.close()

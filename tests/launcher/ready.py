@@ -1,39 +1,49 @@
-"""Zygotes for the launches of tests, from one process that has imported once what roles need.
+"""Launchers and zygotes for the launches of tests, from one process that has imported once what they need.
 
-A launch by the command starts a process that imports torch, more than three seconds of processor time. `ReadyProcess.zygote` forks
-a process that has, and the launcher finds the channel to it in its environment (`zmqtrain.launcher.zygote.RUNNING`).
+A launch by the command starts a process that imports torch, more than three seconds of processor time, beside the launcher's own,
+half a second. `ReadyProcess` forks both from a process that has. The launcher finds the channel to its zygote in its environment
+(`zmqtrain.launcher.zygote.RUNNING`).
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 import msgpack
 
 from zmqtrain.launcher.forkserver import LARGEST_MESSAGE
+from zmqtrain.launcher.zygote import RUNNING, Zygote
 
 #: What the process calls in each fork.
 _ENTRY = "tests.launcher.ready_entry:main"
-#: Tells a fork where the launcher is.
-FOLDER = "ZMQTRAIN_TEST_FOLDER"
 #: What Python and torch read when they are imported: a launch that differs in it needs processes of its own.
 _AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "ONEDNN_", "TORCH", "CUDA_", "ZMQTRAIN_TEST_DEVICE")
+#: How long one thread that waits for a report may keep others from looking.
+_LOOK_S = 0.05
 
 
 class ReadyProcess:
-    """The process, a fork server (`zmqtrain.launcher.forkserver`) whose children are zygotes."""
+    """The process, a fork server (`zmqtrain.launcher.forkserver`) whose children are zygotes and launchers."""
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._environ = dict(os.environ)
         self._number = 0
+        self._reading = threading.Lock()
+        self._started: dict[int, int] = {}  # the processes, by the numbers of their requests
+        self._ended: dict[int, int] = {}
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         command = (sys.executable, "-m", "zmqtrain.launcher.forkserver", str(theirs.fileno()), _ENTRY, str(os.getpid()))
         with theirs:
@@ -42,7 +52,12 @@ class ReadyProcess:
             )
         atexit.register(self._end)
 
-    def zygote(self, folder: Path, environ: Mapping[str, str], errors: int) -> tuple[int, socket.socket] | None:
+    def serves(self, environ: Mapping[str, str]) -> bool:
+        """Whether what it has imported is what a process with this environment would."""
+        names = {name for name in {*environ, *self._environ} if name.startswith(_AT_IMPORT) and name != "PYTHONUNBUFFERED"}
+        return all(environ.get(name) == self._environ.get(name) for name in names)
+
+    def zygote(self, folder: Path, environ: Mapping[str, str], errors: int) -> tuple[Forked, socket.socket]:
         """Fork a zygote.
 
         Args:
@@ -50,26 +65,93 @@ class ReadyProcess:
             environ: the launcher's.
             errors: the file for what the zygote and the fork servers print.
 
-        Returns its process, and the channel for the launcher to inherit; ``None`` if ``environ`` needs other imports.
+        Returns it, and the channel for the launcher to inherit.
         """
-        names = {name for name in {*environ, *self._environ} if name.startswith(_AT_IMPORT) and name != "PYTHONUNBUFFERED"}
-        if any(environ.get(name) != self._environ.get(name) for name in names):
-            return None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            return self._fork(None, folder, environ, errors, theirs.fileno()), ours
+
+    def command(
+        self, words: Sequence[str], folder: Path, environ: Mapping[str, str], output: int, errors: int, channel: int
+    ) -> Forked:
+        """Fork a process that runs ``zmqtrain`` with these words.
+
+        Args:
+            folder: where it runs.
+            environ: its environment. Of a launch, it names no channel.
+            output, errors: the files for what it prints.
+            channel: of a launch, the channel to its zygote.
+        """
+        return self._fork(words, folder, environ, errors, output, channel)
+
+    def _fork(self, words: Sequence[str] | None, folder: Path, environ: Mapping[str, str], errors: int, *files: int) -> Forked:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._number += 1
-        request = msgpack.packb([self._number, {**environ, FOLDER: str(folder)}])
-        with theirs:
-            socket.send_fds(self._channel, [request], [errors, theirs.fileno()])
-        while True:
+        number = self._number
+        with ours, theirs:
+            socket.send_fds(self._channel, [msgpack.packb([number, {}])], [errors, theirs.fileno()])
+            message = msgpack.packb([str(folder), dict(environ), None if words is None else list(words)])
+            socket.send_fds(ours, [message], files)
+            while number not in self._started:
+                self._read(_LOOK_S)
+        return Forked(self, number, self._started.pop(number))
+
+    def exit_of(self, number: int, timeout_s: float) -> int | None:
+        """How the process of this request has ended; ``None`` if it has not within so many seconds."""
+        end = time.monotonic() + timeout_s
+        while number not in self._ended:
+            left = max(0.0, end - time.monotonic())
+            if not self._read(min(left, _LOOK_S)) and left == 0.0:
+                return None
+        return self._ended[number]
+
+    def _read(self, timeout_s: float) -> bool:
+        """Take one report, by whichever thread; whether there was one in time."""
+        with self._reading:
+            if not select.select([self._channel], [], [], timeout_s)[0]:
+                return False
             data = self._channel.recv(LARGEST_MESSAGE)
             assert data, "the process has died"
             number, pid, status = msgpack.unpackb(data)
-            if number == self._number and status is None:
-                return pid, ours
+            if status is None:
+                self._started[number] = pid
+            else:
+                self._ended[number] = status
+            return True
 
     def _end(self) -> None:
         self._channel.close()
         self._process.wait()
+
+
+class Forked:
+    """One of its children, as `subprocess.Popen` has it."""
+
+    def __init__(self, ready: ReadyProcess, number: int, pid: int) -> None:
+        self._ready, self._number, self.pid = ready, number, pid
+
+    def poll(self) -> int | None:
+        return self._ready.exit_of(self._number, 0.0)
+
+    def wait(self, timeout: float) -> int:
+        code = self._ready.exit_of(self._number, timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired("zmqtrain", timeout)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class ReadyZygote(Zygote):
+    """As `zmqtrain.launcher.zygote.Zygote`, in this process, with one that is forked."""
+
+    async def __aenter__(self) -> Self:
+        if ready_process().serves(os.environ):
+            _, channel = ready_process().zygote(Path.cwd(), os.environ, 2)  # what it prints goes where this process says
+            os.environ[RUNNING] = str(channel.detach())
+        return await super().__aenter__()
 
 
 @cache

@@ -1,22 +1,42 @@
-"""What a fork of `tests.launcher.ready.ReadyProcess` does: it is the zygote of one launch."""
+"""What a fork of `tests.launcher.ready.ReadyProcess` does: it is the zygote of one launch, or a ``zmqtrain`` command."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import tempfile
 
-import zmqtrain.launcher.child  # noqa: F401 - all that its forks need is in memory
-from tests.launcher.ready import FOLDER
-from zmqtrain.launcher.forkserver import ENTRY, import_entry
-from zmqtrain.launcher.zygote import serve_launcher
+import msgpack
+
+import zmqtrain.cli.launch
+import zmqtrain.launcher.child
+import zmqtrain.launcher.run  # noqa: F401 - all that the forks need is in memory
+from zmqtrain.cli.main import main as command
+from zmqtrain.launcher.forkserver import ENTRY, LARGEST_MESSAGE, import_entry
+from zmqtrain.launcher.zygote import RUNNING, serve_launcher
 
 
 def main(channel: int) -> int:
-    """Serve the launcher at the channel's other end, as if started by it."""
-    os.chdir(os.environ[FOLDER])
-    del sys.path[0]  # the folder of the tests; the launcher's is put there
-    tempfile.tempdir = None  # TMPDIR is the launcher's
-    serve_launcher(socket.socket(fileno=channel), import_entry(ENTRY))
+    """Do what the message in the channel says, as if started by the test."""
+    with socket.socket(fileno=channel) as said:
+        message, files, _flags, _address = socket.recv_fds(said, LARGEST_MESSAGE, 2)
+    folder, environ, words = msgpack.unpackb(message)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    tempfile.tempdir = None  # TMPDIR is another one now
+    if words is None:
+        del sys.path[0]  # the folder of the tests; the launcher's is put there
+        serve_launcher(socket.socket(fileno=files[0]), import_entry(ENTRY))
+    else:
+        os.setsid()
+        os.dup2(files[0], 1)
+        os.close(files[0])
+        os.environ[RUNNING] = str(files[1])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.path[0] = folder
+        sys.argv = ["zmqtrain", *words]
+        command()
     return 0

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.launcher.launched import Launched
 
@@ -115,7 +114,6 @@ def losses(run: Path) -> dict[tuple[int, int], float]:
     return {(event["rank"], event["step"]): event["values"]["loss"] for event in events if event["kind"] == "step"}
 
 
-@pytest.mark.timeout(240)
 def test_results_do_not_depend_on_how_many_processes_load_and_a_run_is_resumed_to_the_bit(tmp_path: Path) -> None:
     found = []
     for name, arguments in (("none", ()), ("two", ("--set", "job.args.workers=2"))):
@@ -139,7 +137,6 @@ def test_results_do_not_depend_on_how_many_processes_load_and_a_run_is_resumed_t
     assert again == {key: loss for key, loss in found[0].items() if key[1] >= 5}
 
 
-@pytest.mark.timeout(120)
 def test_what_a_loader_process_raises_is_shown_as_the_person_s_own(tmp_path: Path) -> None:
     with launch(tmp_path, "--set", "job.args.workers=2", "--set", "job.args.bad=raises") as run:
         assert run.end() == 3, run
@@ -150,7 +147,6 @@ def test_what_a_loader_process_raises_is_shown_as_the_person_s_own(tmp_path: Pat
         assert "raised ValueError: this image is broken" in error["message"]
 
 
-@pytest.mark.timeout(120)
 def test_a_killed_worker_leaves_no_loader_process(tmp_path: Path) -> None:
     with launch(tmp_path, "--set", "job.args.workers=2", "--set", "job.args.bad=slow") as run:
         found = run.wait_for(r"worker/0 \| loads (\d+) for (\d+)")[0]
@@ -164,7 +160,6 @@ def test_a_killed_worker_leaves_no_loader_process(tmp_path: Path) -> None:
         assert run.end(killed=True) >= 128, run
 
 
-@pytest.mark.timeout(120)
 def test_sessions_end_a_stream_together(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     trial = TOPOLOGY.replace('task = "task.py:task"', "").replace("checkpoint_every = 5", "").replace("steps = 12", "")

@@ -32,7 +32,7 @@ def task():
 TOPOLOGY = """
 [job]
 task = "task.py"
-steps = 2000
+steps = {steps}
 timeout = "20 s"
 oversubscribe = true
 restarts = {restarts}
@@ -46,8 +46,9 @@ kind = "gossip"
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_worker_is_killed(tmp_path: Path, restarts: int) -> None:
+    steps = 1000 * (1 + restarts)  # it is killed in their midst, and the new one needs time to join
     (tmp_path / "task.py").write_text(TASK)
-    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(restarts=restarts))
+    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(restarts=restarts, steps=steps))
     with Launched(tmp_path, "trial.toml") as run:
         roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 3)
         run.wait_for(r"^step ")
@@ -58,7 +59,7 @@ def test_a_worker_is_killed(tmp_path: Path, restarts: int) -> None:
         members = {event["rank"]: event["values"]["members"] for event in events if event["kind"] == "view"}
         assert members[0] == members[2] == ["worker/0", *(["worker/1"] if restarts else []), "worker/2"]
         for rank in (0, 2):
-            assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(2000))
+            assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(steps))
         assert run.json("summary.json")["eval"]["eval_loss"] < 1e-3
         assert any("worker/1" in line and "killed by SIGKILL" in line for line in run.lines), "the end says who was lost"
 
@@ -75,7 +76,7 @@ def test_a_worker_that_fails_by_itself_is_heard_before_it_is_ended(tmp_path: Pat
         "    return torch.nn.functional.mse_loss(output, target)\n"
     )
     (tmp_path / "task.py").write_text(failing)
-    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(restarts=0).replace("20 s", "60 s"))
+    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(restarts=0, steps=2000).replace("20 s", "60 s"))
     with Launched(tmp_path, "trial.toml") as run:
         assert run.end() == 3, run
         error = run.json("error.json")

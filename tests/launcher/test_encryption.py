@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import zmq
@@ -49,7 +49,7 @@ with zmqtrain.session() as session:
 
 def join(address: str, token: str) -> subprocess.CompletedProcess[str]:
     """An agent of somebody's who would like to take part."""
-    said = {"ZMQTRAIN_PEER": "agent/localhost", "ZMQTRAIN_COORDINATOR": address, "ZMQTRAIN_TOKEN": token, "ZMQTRAIN_TIMEOUT": "1.2"}
+    said = {"ZMQTRAIN_PEER": "agent/localhost", "ZMQTRAIN_COORDINATOR": address, "ZMQTRAIN_TOKEN": token, "ZMQTRAIN_TIMEOUT": "3"}
     command = [sys.executable, "-m", "zmqtrain", "agent"]
     return subprocess.run(command, env={**os.environ, **said}, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
@@ -58,7 +58,8 @@ def test_an_encrypted_run_among_strangers(tmp_path: Path) -> None:
     (tmp_path / "encrypted.toml").write_text(TOPOLOGY)
     (tmp_path / "script.py").write_text(SCRIPT)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with Launched(tmp_path, "encrypted.toml", "script.py") as run:
+    with Launched(tmp_path, "encrypted.toml", "script.py") as run, ExitStack() as stack:
+        stack.callback(context.term)
         run.wait_for("ready", times=2)
         told = run.find("zmqtrain agent").environ()
         coordinator, token = told["ZMQTRAIN_COORDINATOR"], told["ZMQTRAIN_TOKEN"]
@@ -67,14 +68,12 @@ def test_an_encrypted_run_among_strangers(tmp_path: Path) -> None:
         events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
         members = [event["values"]["address"] for event in events if event["kind"] == "join"]
         assert len(members) == 3
-        sockets = []
         for address in [coordinator, *members]:
             for target in split_address(address):
                 with suppress(ConnectionError), socket.create_connection(("127.0.0.1", int(target.rpartition(":")[2])), 5) as raw:
                     raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 for guessed in (None, key, KeyPair.new().public):  # in plain text, unknown, and for somebody else
-                    dealer = context.socket(zmq.DEALER)
-                    sockets.append(dealer)
+                    dealer = stack.enter_context(context.socket(zmq.DEALER))
                     dealer.setsockopt(zmq.LINGER, 0)
                     if guessed is not None:
                         pair = KeyPair.new()
@@ -94,9 +93,6 @@ def test_an_encrypted_run_among_strangers(tmp_path: Path) -> None:
         assert run.end() == 0, run
         summary = run.json("summary.json")
         assert (summary["status"], summary["encrypted"]) == ("done", True)
-        for dealer in sockets:
-            dealer.close()
-        context.term()
         assert "not admitted" in run.error_text  # the coordinator's own ports
         logs = "".join(path.read_text() for path in (run.run / "logs").iterdir())
         assert "not admitted" in logs  # the workers'

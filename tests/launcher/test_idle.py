@@ -7,8 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.launcher.launched import Launched
 
 EXAMPLE = Path("docs/clusters.md").read_text().partition("```toml\n")[2].partition("```")[0]
@@ -44,7 +42,6 @@ def events(launched: Launched) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (launched.run / "events.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(180)
 def test_the_first_example_for_clusters_trains_on_all_four_hosts(tmp_path: Path) -> None:
     launched = launch(tmp_path)
     summary = launched.json("summary.json")
@@ -56,7 +53,6 @@ def test_the_first_example_for_clusters_trains_on_all_four_hosts(tmp_path: Path)
     assert "16 of 32 slots would be idle: remove [compute] threads = 4" in said
 
 
-@pytest.mark.timeout(180)
 def test_a_launch_says_which_hosts_would_be_idle(tmp_path: Path) -> None:
     launched = launch(tmp_path, "compute.groups=2", "exchange.kind=gossip")
     warnings = [line for line in launched.lines if "warning" in line]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
 import torch
 
+from tests.pairwise import pairwise
 from tests.precision import close
 from tests.server.world import LinearReplica, World, one_process, train
 
@@ -22,7 +22,8 @@ OTHERS = {
     "adagrad": partial(torch.optim.Adagrad, lr=0.01),
 }
 SAMPLES = 48
-GRID = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3)))
+#: All of these in pairs, with both optimizers.
+WORLDS = {"groups": (1, 2, 3, 4), "size": (1, 2, 3, 4), "servers": (1, 2, 3), "optimizer": {"sgd": SGD, "adam": ADAM}}
 
 
 async def compare(world: World, optimizer, *, dtype=torch.float64, steps=3, decay=1.0, clip_norm=0.0, replicas=None) -> None:
@@ -44,14 +45,12 @@ async def compare(world: World, optimizer, *, dtype=torch.float64, steps=3, deca
     assert sum(server.staleness.get(0, 0) for server in world.servers) == applied, "nothing is stale in step"
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
-@pytest.mark.parametrize(("groups", "size", "servers"), GRID)
+@pairwise(WORLDS)
 async def test_equals_one_process(groups: int, size: int, servers: int, optimizer) -> None:
     await compare(World(groups, size, servers, policy="sync"), optimizer)
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
-@pytest.mark.parametrize(("groups", "size", "servers"), GRID)
+@pairwise(WORLDS)
 async def test_in_single_precision(groups: int, size: int, servers: int, optimizer) -> None:
     await compare(World(groups, size, servers, policy="sync"), optimizer, dtype=torch.float32)
 

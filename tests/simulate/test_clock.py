@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
 
 import pytest
@@ -25,9 +24,7 @@ def test_time_is_virtual_and_exact() -> None:
         times.append(asyncio.get_running_loop().time())
         return times
 
-    began = time.monotonic()
-    assert run_virtual(main()) == [0.0, 86_400.0, 86_400.125]
-    assert time.monotonic() - began < 30  # a day, and not for real
+    assert run_virtual(main()) == [0.0, 86_400.0, 86_400.125]  # a day: for real, no test's limit would allow it
 
 
 def test_timers_of_one_moment_run_in_the_order_of_their_making() -> None:

@@ -68,7 +68,6 @@ async def trained(
         job={"steps": STEPS, "elastic": False},
         compute={"groups": groups, "group_size": size, "batch_size": batch, "grid": grid},
         optimizer={"clip_norm": LIMIT},
-        parallel={"verify": False},
         exchange=exchange,
     )
     result = await run(topology, shared, region=region)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tests.pairwise import pairwise
 from zmqtrain import Task
 from zmqtrain.embed.own_run import open_run
 from zmqtrain.net.memory import MemoryNetwork
@@ -99,17 +100,17 @@ def train(build: Callable[[], nn.Module], exchange: dict[str, Any], groups: int,
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("way", ["function", "method"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    ("exchange", "groups"),
-    [
-        ({"kind": "allreduce"}, 2),
-        ({"kind": "model_server", "staleness": "sync"}, 2),
-        ({"kind": "model_server", "staleness": "async"}, 1),  # alone, so that the result is one
-        ({"kind": "gossip"}, 2),
-    ],
-    ids=["allreduce", "sync", "async", "gossip"],
+@pairwise(
+    {
+        "exchange, groups": {
+            "allreduce": ({"kind": "allreduce"}, 2),
+            "sync": ({"kind": "model_server", "staleness": "sync"}, 2),
+            "async": ({"kind": "model_server", "staleness": "async"}, 1),  # alone, so that the result is one
+            "gossip": ({"kind": "gossip"}, 2),
+        },
+        "backend": ["eager", "aot_eager"],
+        "way": ["function", "method"],
+    }
 )
 def test_a_compiled_model_is_trained_as_the_plain_one(
     exchange: dict[str, Any], groups: int, backend: str, way: str, tmp_path: Path

@@ -23,7 +23,10 @@ def kept_in_a_list() -> nn.Module:
 
 async def trained(recipe: Recipe) -> Run:
     topology: Any = topology_of(
-        job={"steps": 2}, compute={"group_size": 2, "batch_size": 8, "grid": "2x1"}, exchange={"kind": "allreduce"}
+        job={"steps": 2},
+        compute={"group_size": 2, "batch_size": 8, "grid": "2x1"},
+        parallel={"verify": True},
+        exchange={"kind": "allreduce"},
     )
     result = await run(topology, recipe)
     assert not result.errors, result.errors

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.pairwise import pairwise
 from tests.train.staged import StagedDevice
 from tests.train.test_worker import alone
 from tests.train.world import Recipe, run, topology_of
@@ -66,15 +67,19 @@ def plan_of(choice: str, grid: str) -> list[dict[str, str]]:
     return [{"layer": name, "choice": choice if name in "04" else "model", "grid": grid} for name in ("0", "4", "7", "9")]
 
 
-@pytest.mark.parametrize("choice", ["model", "domain", "batch"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("groups", "grid"), [(1, "2x1"), (1, "2x2"), (2, "2x1"), (2, "3x2")])
+@pairwise(
+    {
+        "groups, grid": [(1, "2x1"), (1, "2x2"), (2, "2x1"), (2, "3x2")],
+        "kind": list(KINDS),
+        "choice": ["model", "domain", "batch"],
+    }
+)
 async def test_divided_groups_equal_one_process(groups: int, grid: str, kind: str, choice: str) -> None:
     recipe, steps, (rows, columns) = recipe_of(), 4, map(int, grid.split("x"))
     topology = topology_of(
         job={"steps": steps},
         compute={"groups": groups, "group_size": rows * columns, "batch_size": 12 // groups, "grid": grid},
-        parallel={"layers": plan_of(choice, grid)},
+        parallel={"layers": plan_of(choice, grid), "verify": kind == "servers"},
         exchange=KINDS[kind],
     )
     result = await run(topology, recipe)
@@ -247,10 +252,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("grid", ["2x1", "2x2"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("kind", ["allreduce", "server", "servers"])
+@pairwise({"grid": ["2x1", "2x2"], "optimizer": list(OPTIMIZERS), "groups": [1, 2], "kind": ["allreduce", "server", "servers"]})
 async def test_what_no_backward_reaches_is_passed_over(kind: str, groups: int, optimizer: str, grid: str) -> None:
     """As PyTorch alone does, on both rows, whose parts of a parameter are of different sizes."""
     generator = torch.Generator().manual_seed(5)

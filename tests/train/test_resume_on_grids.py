@@ -42,7 +42,6 @@ async def trained(
         compute={"groups": groups, "group_size": math.prod(map(int, grid.split("x"))), "batch_size": 8, "grid": grid}
         | more.pop("compute", {}),
         exchange=exchange | more,
-        parallel={"verify": False},
     )
     result = await run(topology, recipe, folder=folder, resume=resume)
     return result, [] if result.errors else [whole(recipe, group, grid) for group in range(groups)]

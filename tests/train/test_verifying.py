@@ -19,7 +19,7 @@ def topology(grid: str = "2x1", **parallel: Any) -> Any:
     return topology_of(
         job={"steps": 2},
         compute={"group_size": rows * columns, "batch_size": 8, "grid": grid},
-        parallel={"layers": plan_of("model", grid), **parallel},
+        parallel={"verify": True, "layers": plan_of("model", grid), **parallel},
         exchange={"kind": "allreduce"},
     )
 

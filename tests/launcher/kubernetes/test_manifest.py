@@ -201,7 +201,7 @@ def test_the_pods_train(tmp_path: Path) -> None:
     port = free_port()
     text = (ROOT / "launch" / "kubernetes.toml").read_text()
     text = text.replace(
-        "epochs = 20", f'epochs = 8\nname = "digits"\ntimeout = "20 s"\nport = {port}\ntransport_encryption = "required"'
+        "epochs = 20", f'epochs = 3\nname = "digits"\ntimeout = "20 s"\nport = {port}\ntransport_encryption = "required"'
     )
     text = text.replace('name = "digits"\ntask', "task")
     _, topology, jobset = rendered(text)

@@ -16,7 +16,7 @@ import pytest
 from zmqtrain.launcher.namespaces import NoNamespacesError
 from zmqtrain.testing import machines as made_by
 
-_PATIENCE_S = 5.0
+_PATIENCE_S = 20.0
 
 
 class Machines(made_by.Machines):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.pairwise import pairwise
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.model import parallelize
@@ -211,16 +212,14 @@ def compare(name: str, attention: str, choice: str, grid: str) -> dict[str, str]
     return results[0][3]
 
 
-PLANS, ATTENTIONS, GRIDS = ["none", "model", "batch"], ["eager", "sdpa"], ["2x1", "2x2", "1x4", "3x1"]
-#: Each model with each plan and attention, on grids in turn: each plan meets each grid.
-CASES = [
-    (name, attention, plan, GRIDS[(number + each) % 4])
-    for number, name in enumerate(MODELS)
-    for each, (plan, attention) in enumerate((plan, attention) for attention in ATTENTIONS for plan in PLANS)
-]
-
-
-@pytest.mark.parametrize(("name", "attention", "plan", "grid"), CASES)
+@pairwise(
+    {
+        "name": list(MODELS),
+        "attention": ["eager", "sdpa"],
+        "plan": ["none", "model", "batch"],
+        "grid": ["2x1", "2x2", "1x4", "3x1"],
+    }
+)
 def test_trains_as_in_one_process(name: str, attention: str, plan: str, grid: str) -> None:
     compare(name, attention, plan, grid)
 
