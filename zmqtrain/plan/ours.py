@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from zmqtrain.parallel.geometry import Count, Division, Table, Transposed, Window, even, follow, halo_traffic
-from zmqtrain.plan.collective import Sent, all_reduce, ring
+from zmqtrain.plan.collective import Sent, all_reduce, idle, ring
 from zmqtrain.plan.costs import WORD_BYTES
 from zmqtrain.plan.layers import PASSES, Stage
 from zmqtrain.plan.link import NOTHING, Array, ChangedByte, Changes, Cost, LayerCost
@@ -211,7 +211,9 @@ class Ours:
         size = placed.grid.rows
         if placed.grid.size <= self.per_host:
             return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * rounds * self.word_bytes)
-        return self._wire(all_reduce(numel, size, self.word_bytes), placed, rounds)
+        waits = idle(numel, size, self.word_bytes) * rounds * self.word_bytes
+        cost = self._wire(all_reduce(numel, size, self.word_bytes), placed, rounds)
+        return cost + Cost(nic_bytes=waits * self._crossing(placed.grid.columns))
 
     def _wire(self, sent: Sent, placed: Placed, rounds: int, itemsize: int = 0) -> Cost:
         nbytes = sent.numel * rounds * (itemsize or self.word_bytes)
