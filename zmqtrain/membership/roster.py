@@ -377,7 +377,8 @@ class Roster:
         when, seconds = self._stood_still
         if now > when + self._timeouts.request_s:
             return reason
-        return f"the launcher itself stood still for {seconds:.0f} s (stopped, or its machine asleep), and {host} gave it up: {reason}"
+        stood = f"the launcher itself stood still for {seconds:.0f} s (stopped, or its machine asleep)"
+        return f"{stood}, and {host} gave it up: {reason}"
 
     # What follows -------------------------------------------------------------------------------------------------------------
 
