@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zmqtrain.c10d.averaging import Averaging
     from zmqtrain.c10d.hook import Gossip, ddp_comm_hook
     from zmqtrain.c10d.servers import ModelServers
     from zmqtrain.embed.own_run import OwnRun, open_run, run_role
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncSession",
+    "Averaging",
     "Gossip",
     "ModelServers",
     "NetworkFabric",
@@ -52,6 +54,7 @@ __all__ = [
 
 _HOME = {
     "AsyncSession": "zmqtrain.embed.session",
+    "Averaging": "zmqtrain.c10d.averaging",
     "Gossip": "zmqtrain.c10d.hook",
     "ModelServers": "zmqtrain.c10d.servers",
     "NetworkFabric": "zmqtrain.parallel.network",

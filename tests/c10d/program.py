@@ -107,6 +107,42 @@ def servers(size: int, policy: str) -> None:
         print("learns:", losses[-1] < losses[0])
 
 
+def averaging(size: int) -> None:
+    """Groups of two ranks; DiLoCo every two steps is torch's SGD with Nesterov momentum on the mean change of their models."""
+    mine = model()
+    with torch.no_grad():
+        mine[0].weight.add_(0.01 * dist.get_rank())
+    state = zmqtrain.Averaging(mine, 2, every=2)
+    replica = DistributedDataParallel(mine, process_group=state.within, bucket_cap_mb=0.001)
+    replica.register_comm_hook(state, zmqtrain.ddp_comm_hook)
+    groups = size // 2
+    alone, outer = [model() for _ in range(groups)], model()
+    with torch.no_grad():
+        for each in [*alone, outer]:
+            each[0].weight.add_(0.01 * (size - 1) / 2)
+    data = [torch.randn(5, 8, 10, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in range(size)]
+    inner = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (mine, *alone)]
+    above = torch.optim.SGD(outer.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(5):
+        for optimizer in inner:
+            optimizer.zero_grad()
+        replica(data[dist.get_rank()][step]).square().mean().backward()
+        for group, each in enumerate(alone):
+            (sum(each(data[rank][step]).square().mean() for rank in (2 * group, 2 * group + 1)) / 2).backward()
+        for optimizer in inner:
+            optimizer.step()
+        state.step()
+        if step % 2:
+            for parameter, *found in zip(outer.parameters(), *(each.parameters() for each in alone), strict=True):
+                parameter.grad = parameter.detach() - torch.stack([each.detach() for each in found]).mean(0)
+            above.step()
+            for each in alone:
+                each.load_state_dict(outer.state_dict())
+    expected = alone[dist.get_rank() // 2]
+    apart = max(float((one - other).abs().max()) for one, other in zip(mine.parameters(), expected.parameters(), strict=True))
+    print("apart by less than 1e-12:", apart < 1e-12)
+
+
 def widely(rank: int, folder: str) -> None:
     """What else programs and frameworks ask of a backend."""
     import torch.distributed.checkpoint as dcp
@@ -180,6 +216,7 @@ def main(backend: str, what: str) -> None:
         gossip(size)
         servers(size, "sync")
         servers(size, "async")
+        averaging(size)
     else:
         dist.barrier()
         print("waiting", flush=True)

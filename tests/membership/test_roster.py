@@ -42,6 +42,16 @@ def test_a_heartbeat_that_a_join_has_overtaken_does_not_lose_the_role() -> None:
     assert not table.roster.is_here("worker/1")
 
 
+def test_an_agent_that_reports_its_own_failure_is_the_cause() -> None:
+    table = Table(members())
+    waiting = [table.join("agent/h0"), table.join("worker/0")][1]
+    table.take(table.roster.handle_failed("agent/h0", {"message": "memory is short", "exit_code": 69}, table.now))
+    assert isinstance(table.error(waiting), PeerLostError)
+    assert table.outcome is not None
+    assert table.outcome.cause is not None
+    assert (table.outcome.cause.peer, table.outcome.cause.report) == ("agent/h0", {"message": "memory is short", "exit_code": 69})
+
+
 def test_each_change_is_a_new_version() -> None:
     table = Table(members(workers=2, servers=0, agents=False))
     versions = [table.roster.view().version]

@@ -2,7 +2,6 @@
 
 # Annotations must not be strings here: DistributedDataParallel compares those of its hooks with its own types.
 
-import os
 from typing import Any
 
 import torch
@@ -10,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
+from zmqtrain.c10d.averaging import Averaging
+from zmqtrain.c10d.groups import Groups, average_over_ranks
 from zmqtrain.c10d.servers import ModelServers
 from zmqtrain.c10d.work import Lane
 from zmqtrain.collectives.group import bounds
@@ -41,35 +42,18 @@ class Gossip:
 
         Raises `ValueError` if the world cannot be divided in this way, or the topology needs another number of groups.
         """
-        world, rank = dist.get_world_size(), dist.get_rank()
-        size = group_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if world % size:
-            raise ValueError(f"{world} ranks cannot be divided into groups of {size}: pass another group_size")
-        self.groups = world // size
-        self._group, self._place = divmod(rank, size)
+        groups = Groups(group_size)
+        self.groups, self._group, self._place, self._size = groups.number, groups.group, groups.place, groups.size
         self._schedule = Schedule(self.groups, seed, topology, rotation)
-        self.within: Any = None
+        self.within: Any = groups.within
         """The process group of this rank's own group, for DistributedDataParallel."""
-        self._between: Any = None
-        for group in range(self.groups):
-            made = dist.new_group(list(range(group * size, (group + 1) * size)))
-            self.within = made if group == self._group else self.within
-        for place in range(size):
-            made = dist.new_group(list(range(place, world, size)))
-            self._between = made if place == self._place else self._between
-        self._size = size
+        self._between: Any = groups.counterparts()
         self._step = 0
         self._lane = Lane("zmqtrain-gossip")
 
     def average(self, model: nn.Module) -> None:
         """Give all ranks the mean of their parameters and buffers; integers become rank 0's. All ranks call it."""
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if tensor.dtype.is_floating_point:
-                    dist.all_reduce(tensor)
-                    tensor.div_(dist.get_world_size())
-                else:
-                    dist.broadcast(tensor, 0)
+        average_over_ranks(model)
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket's gradients, in place."""
@@ -99,6 +83,7 @@ class Gossip:
         gradients.mul_(scale)
 
 
-def ddp_comm_hook(state: Gossip | ModelServers, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """For ``DistributedDataParallel.register_comm_hook(state, zmqtrain.ddp_comm_hook)``: see `Gossip` and `ModelServers`."""
+def ddp_comm_hook(state: Gossip | ModelServers | Averaging, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """For ``DistributedDataParallel.register_comm_hook(state, zmqtrain.ddp_comm_hook)``: see `Gossip`, `ModelServers` and
+    `Averaging`."""
     return state.exchange(bucket)

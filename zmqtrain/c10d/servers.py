@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.arena import Arena, Region, shared_memory_missing
 from zmqtrain.c10d.ddp_replica import SETTING, DdpReplica
+from zmqtrain.c10d.groups import Groups
 from zmqtrain.c10d.rendezvous import encryption_wanted, encrypts, settings_here, this_host
 from zmqtrain.c10d.several_hosts import NetworkThread
 from zmqtrain.exchange.model_server import ModelServerExchange
@@ -78,17 +79,11 @@ class ModelServers:
 
         Raises `ValueError` if the world cannot be divided in this way, and `TaskError` for an optimizer that servers cannot run.
         """
-        world, self._rank = dist.get_world_size(), dist.get_rank()
-        size = group_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if world % size:
-            raise ValueError(f"{world} ranks cannot be divided into groups of {size}: pass another group_size")
+        divided = Groups(group_size)
+        self._rank, world, size, group, position = dist.get_rank(), divided.world, divided.size, divided.group, divided.place
         groups = tuple(tuple(f"worker/{first + place}" for place in range(size)) for first in range(0, world, size))
-        group, position = divmod(self._rank, size)
-        self.within: Any = None
+        self.within: Any = divided.within
         """The process group of this rank's own group, for DistributedDataParallel."""
-        for number in range(world // size):
-            made = dist.new_group(list(range(number * size, (number + 1) * size)))
-            self.within = made if number == group else self.within
         self._timeout_s = timeout_s
         self._network = NetworkThread()
         self._region: Region | None = None

@@ -263,14 +263,14 @@ class Roster:
         return actions + self._fail_or_go_on(entry, failure, now)
 
     def handle_failed(self, peer: PeerId, report: Mapping[str, Any], now: float) -> list[Action]:
-        """A role reports its own failure. Needed if it has no agent that would see its process end."""
+        """A role reports its own failure, before others see that its connections end; or an agent reports that of its host."""
         entry = self._members.get(peer)
         if entry is None or not entry.here:
             return []
         code = report.get("exit_code")
         exit_code = code if isinstance(code, int) else 1
         failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=False, left=False)
-        gone = self._remove(entry, Presence.LOST, failure.reason)
+        gone = self._remove_all_of(entry, failure.reason)
         # Its process still exists, and waits for the answer to this very call: so waits for it are not given up here.
         return [*(action for action in gone if not isinstance(action, Drop)), *self._fail_or_go_on(entry, failure, now)]
 
@@ -421,16 +421,21 @@ class Roster:
 
     def _lose(self, entry: Entry, reason: str, error: ZmqTrainError, now: float) -> list[Action]:
         """A member is lost; if it is an agent, all roles of its host are lost, too."""
+        actions = self._remove_all_of(entry, reason)
+        actions.append(Note("lost", {"peer": entry.member.peer, "host": entry.member.host, "reason": reason}, str(error)))
+        peer, host = entry.member.peer, entry.member.host
+        failure = Failure(peer, host, None, str(error), None, consequence=False, error=error)
+        return actions + self._fail_or_go_on(entry, failure, now)
+
+    def _remove_all_of(self, entry: Entry, reason: str) -> list[Action]:
+        """A member is lost, and with an agent all roles of its host."""
         actions = self._remove(entry, Presence.LOST, reason)
         if entry.member.kind == "agent":
             for other in self._members.roles_of(entry.member.host):
                 other.exited = True  # as far as is known
                 if not other.gone:
                     actions += self._remove(other, Presence.LOST, f"its host {entry.member.host} is lost: {reason}")
-        actions.append(Note("lost", {"peer": entry.member.peer, "host": entry.member.host, "reason": reason}, str(error)))
-        peer, host = entry.member.peer, entry.member.host
-        failure = Failure(peer, host, None, str(error), None, consequence=False, error=error)
-        return actions + self._fail_or_go_on(entry, failure, now)
+        return actions
 
     def _fail_or_go_on(self, entry: Entry, failure: Failure, now: float) -> list[Action]:
         """A member is gone for good. An elastic run continues without workers, as long as others are left and the worker's own

@@ -1,0 +1,1 @@
+"""Training frameworks on the ``zmq`` backend: each module needs its framework (docs/frameworks.md)."""
