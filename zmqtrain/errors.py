@@ -17,6 +17,7 @@ The tree is drawn by what a caller can do about an error::
     ├── CheckpointError            a checkpoint is missing, torn or foreign    exit 66
     ├── PortInUseError             choose another port                         exit 67
     ├── HostMemoryError            the host's shared memory is short           exit 69
+    │   └── HostLimitError         so is another of its limits (ulimit)
     ├── RunDirectoryError          the run directory cannot be written         exit 72
     ├── EngineError                an engine's own code failed                 exit 71
     ├── SimulationError            a simulated run cannot go on                exit 68
@@ -201,6 +202,10 @@ class HostMemoryError(ZmqTrainError):
 
     exit_code = 69
     verdict = "topology"
+
+
+class HostLimitError(HostMemoryError):
+    """A limit that the host sets on processes (``ulimit``) is too small."""
 
 
 class RunDirectoryError(ZmqTrainError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -195,3 +196,13 @@ class TestWords:
         with subprocess.Popen([sys.executable, "-c", code]) as other:
             while not words.wait(6, 9, 30.0):
                 assert other.poll() in (None, 0)
+
+
+def test_limits_that_are_too_small_are_named() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        with pytest.raises(HostMemoryError, match=r"File too large\); raise the limit on the size of files \(ulimit -f\), or set"):
+            Region.create(1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

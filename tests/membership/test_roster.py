@@ -42,6 +42,27 @@ def test_a_heartbeat_that_a_join_has_overtaken_does_not_lose_the_role() -> None:
     assert not table.roster.is_here("worker/1")
 
 
+def test_an_agent_that_reports_its_own_failure_is_the_cause() -> None:
+    table = Table(members())
+    waiting = [table.join("agent/h0"), table.join("worker/0")][1]
+    table.take(table.roster.handle_failed("agent/h0", {"message": "memory is short", "exit_code": 69}, table.now))
+    assert isinstance(table.error(waiting), PeerLostError)
+    assert table.outcome is not None
+    assert table.outcome.cause is not None
+    assert (table.outcome.cause.peer, table.outcome.cause.report) == ("agent/h0", {"message": "memory is short", "exit_code": 69})
+
+
+def test_an_agent_that_gives_up_a_launcher_that_stood_still_is_not_to_blame() -> None:
+    table = Table(members())
+    table.join_all()
+    table.advance(2)
+    table.now += 2 * TIMEOUTS.lost_s
+    table.take(table.roster.handle_host_ended("h0", "its agent ended with exit code 128", table.now))
+    assert table.outcome is not None
+    assert table.outcome.cause is not None
+    assert f"the launcher itself stood still for {2 * TIMEOUTS.lost_s - TIMEOUTS.heartbeat_s:.0f} s" in table.outcome.cause.reason
+
+
 def test_each_change_is_a_new_version() -> None:
     table = Table(members(workers=2, servers=0, agents=False))
     versions = [table.roster.view().version]

@@ -23,7 +23,7 @@ from zmqtrain.net.curve import ANYBODY, Identity, KeyPair
 from zmqtrain.net.node import Node
 from zmqtrain.net.outbox import CONTROL
 from zmqtrain.net.switchboard import route_of
-from zmqtrain.net.trouble import MAX_ORIGINS, PAUSE_S, USUAL_S, Intruders, Intrusion, Trouble, Troubles
+from zmqtrain.net.trouble import INTRUDERS_PAUSE_S, MAX_ORIGINS, USUAL_S, Intruders, Intrusion, Trouble, Troubles
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -433,7 +433,7 @@ def test_intruders_are_counted() -> None:
     for number in range(2 * MAX_ORIGINS):
         intruders.note(Intrusion.WRONG_KEY, f"10.0.1.{number}")
     intruders.note(Intrusion.UNLISTED, "")
-    assert intruders.due(7.0) == 6.0 + PAUSE_S
+    assert intruders.due(7.0) == 6.0 + INTRUDERS_PAUSE_S
     assert intruders.due(70.0) == 70.0 + USUAL_S
     later = intruders.tell(17.0)
     assert later is not None

@@ -12,11 +12,13 @@ import pytest
 import zmq
 
 from tests.net.worlds import FAST, World, ZeroMQWorld, opened
-from zmqtrain.errors import RunTokenError, VersionMismatchError, WireError
+from tests.patience import PATIENCE_S
+from zmqtrain.errors import ProtocolError, RunTokenError, VersionMismatchError, WireError
 from zmqtrain.net.address import split_address
 from zmqtrain.net.greeting import Hello, decode_greeting, encode_greeting
 from zmqtrain.net.node import Node
 from zmqtrain.net.outbox import CONTROL
+from zmqtrain.net.password import Password
 from zmqtrain.net.switchboard import route_of
 from zmqtrain.wire.message import WIRE_VERSION, Header, encode_header
 from zmqtrain.wire.tensor import TensorPayload
@@ -41,8 +43,8 @@ async def test_another_run_s_token(world: World, caplog: pytest.LogCaptureFixtur
         await b.request("a", "anything", timeout=5.0)
     assert "another run" in str(raised.value)
     assert "secret" not in str(raised.value)  # the token is not told
-    assert a.statistics()["refused"] >= 1
-    assert any("a refuses b" in message for message in caplog.messages)
+    assert a.statistics()["refused"] + a.statistics()["intruders"] >= 1  # over sockets in the handshake already
+    assert any("a refuses b" in message or "b is not admitted by a" in message for message in caplog.messages)
     assert "secret" not in caplog.text
 
 
@@ -115,6 +117,7 @@ async def test_garbage_in_messages_of_strangers(caplog: pytest.LogCaptureFixture
                 socket = context.socket(zmq.DEALER)
                 sockets.append(socket)
                 socket.setsockopt(zmq.LINGER, 0)
+                Password(FAST.token).arm(socket)
                 socket.connect(f"tcp://127.0.0.1:{port}")
                 for _ in range(3):
                     socket.send_multipart(frames)
@@ -125,8 +128,39 @@ async def test_garbage_in_messages_of_strangers(caplog: pytest.LogCaptureFixture
         for socket in sockets:
             socket.close()
     context.term()
-    # Once for each stranger, not for each message.
-    assert sum("received garbage" in message for message in caplog.messages) <= 2 * len(junk)
+    assert sum("none of zmqtrain's" in message for message in caplog.messages) == 1, "one line about all"
+
+
+@pytest.mark.parametrize("mechanism", ["NULL", "PLAIN"])
+async def test_a_stranger_without_the_token_gets_no_further_than_the_handshake(
+    mechanism: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even a message that it never ends is kept, on any lane; what it costs is one line."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    async with pair() as (a, b):
+        await served(a, b)
+        before = b.statistics()
+        sockets = []
+        for port in ports(b):
+            for number in range(3):
+                socket = context.socket(zmq.DEALER)
+                sockets.append(socket)
+                socket.setsockopt(zmq.LINGER, 0)
+                if mechanism == "PLAIN":
+                    Password(f"another token {number}").arm(socket)
+                socket.connect(f"tcp://127.0.0.1:{port}")
+                for _ in range(1000):  # the parts of a message that has no end
+                    socket.send(bytes(1000), zmq.NOBLOCK | zmq.SNDMORE)
+        async with asyncio.timeout(PATIENCE_S):
+            while b.statistics()["intruders"] < before["intruders"] + len(sockets):
+                await served(a, b)
+        await served(b, a)
+        after = b.statistics()
+        assert (after["garbage"], after["stray"]) == (before["garbage"], before["stray"])
+        for socket in sockets:
+            socket.close()
+    context.term()
+    assert sum("without the run's token" in message for message in caplog.messages) == 1
 
 
 async def test_a_known_peer_that_sends_a_bad_message(world: World) -> None:
@@ -165,3 +199,21 @@ async def test_nothing_is_left_open() -> None:
             await pending
     assert process.num_fds() <= before + 1
     assert {task for task in asyncio.all_tasks() if task is not asyncio.current_task()} == set()
+
+
+async def test_a_request_with_other_arguments_is_refused_in_a_line(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    a, b = await world.pair()
+
+    async def twice(_caller: str, number: int) -> int:
+        return 2 * number
+
+    b.serve("twice", twice)
+    assert (await a.request("b", "twice", 2, timeout=5.0)).meta == 4
+    for wrong in ((), (1, 2), (1, 2, 3)):
+        with pytest.raises(ProtocolError, match=f"'twice' does not take {len(wrong)} arguments"):
+            await a.request("b", "twice", *wrong, timeout=5.0)
+    assert (await a.request("b", "twice", 2, timeout=5.0)).meta == 4
+    await b.close()
+    assert [message for message in caplog.messages if "not taken" in message] == [
+        "b: 3 messages from a not taken: 3 requests with other arguments than the method takes. The run is not affected"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,13 +12,17 @@ from torch import Tensor, nn
 
 from tests.plan.networks import LINK, conv, linear
 from tests.plan.test_planner import brute_force
+from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.paired import Paired
 from zmqtrain.plan import branching
 from zmqtrain.plan.costs import Paper
 from zmqtrain.plan.graph import Brought, Graph, graph_of
-from zmqtrain.plan.layers import INPUT, Branch, LayerShape, Meeting, Stage, stages
+from zmqtrain.plan.layers import INPUT, Branch, LayerShape, Meeting, Pair, Stage, stages
 from zmqtrain.plan.link import Link
 from zmqtrain.plan.ours import Ours
+from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.planner import plan
+from zmqtrain.plan.price import price
 from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.trace import trace_layers
 
@@ -83,6 +88,25 @@ def test_a_graph() -> None:
     assert found == Graph((None, 0, 0, 1, 3), brought, (("one", 2), ("two", 3)))
     assert (found.chain, found.after(0), found.ends(4), found.ends(2)) == (False, [1, 2], True, False)
     assert graph_of(stages((conv("a", 3, 8, 8), linear("b", 512, 5)))).chain
+
+
+def test_pairs_are_divided_together_or_not_at_all() -> None:
+    """Of the plans whose pairs are so the best is found; and what is divided alone costs more."""
+    first, last = (Pair("b", Paired(by, 64, 1, 64)) for by in ("outputs", "inputs"))  # type: ignore[arg-type]
+    layers = [replace(linear("a", 32, 64), pair=first), replace(linear("b", 64, 32), pair=last), linear("c", 32, 16)]
+    problem = Problem(stages(layers), 64, 4, LINK, Ours(), 1.0, 1e8)
+    assert not problem.graph.chain
+    assert problem.graph.mates(0) == problem.graph.mates(1) == (0, 1)
+    every = itertools.product(*(problem.options(stage).placed for stage in problem.layers))
+    alike = [placed for placed in every if placed[0] == placed[1] or "model" not in {placed[0].choice, placed[1].choice}]
+    found = plan(problem).price.step_s
+    assert found == pytest.approx(min(price(problem, placed).step_s for placed in alike), rel=1e-12)
+    together = price(problem, [Placed("model", Grid(4, 1))] * 3)
+    apart = price(problem, [Placed("model", Grid(4, 1)), Placed("model", Grid(2, 2)), Placed("model", Grid(4, 1))])
+    assert [layer.stage.head.by_inputs for layer in together.layers] == [False, True, False]
+    assert not any(layer.stage.head.by_inputs for layer in apart.layers)
+    paper = replace(problem, pricing=Paper())
+    assert not any(layer.stage.head.by_inputs for layer in price(paper, [Placed("model", Grid(4, 1))] * 3).layers)
 
 
 class Parts(nn.Module):

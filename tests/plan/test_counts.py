@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parallel.placed.models import Transformer, alexnet, images, words
+from tests.parallel.placed.test_pairs import WIDTH, Attention, Mlp
 from tests.parallel.placed.test_parallelize import divided
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.traffic import Sent
@@ -137,3 +138,35 @@ def test_residual_blocks_whose_branches_lie_in_different_ways(ways: Sequence[str
     priced = price(problem, placed_of(problem, plan))
     assert counted(layers, rehearse(model, [x], Grid(1, 4), plan, BATCH)) == predicted(priced)
     assert any(each.charged for each in problem.graph.brought)
+
+
+class EncoderLayer(nn.Module):
+    """A transformer's layer of linear layers: a half costs a sum in forward, and in backward one for each layer that begins it."""
+
+    def __init__(self, *, gated: bool) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.mlp = nn.LayerNorm(WIDTH), Mlp(gated=gated)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["model 4x1", "model 2x2", "whole 2x2", "batch 1x4"])
+def test_attention_and_mlps_of_linear_layers(how: str) -> None:
+    with torch.device("meta"):
+        layers = EncoderLayer(gated=False), EncoderLayer(gated=True)
+        model = nn.Sequential(nn.Embedding(11, WIDTH), *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8)).double()
+        x = torch.zeros(BATCH, 6, dtype=torch.long)
+    found = stages(trace_layers(model, [x]))
+    choice, grid = how.split()
+    plan = Plan(tuple(LayerPlan(stage.name, choice, Grid.parse(grid)) for stage in found))  # type: ignore[arg-type]
+    problem = Problem(found, BATCH, 4, LINK, Ours(WORD_BYTES))
+    priced = price(problem, placed_of(problem, plan))
+    assert counted(found, rehearse(model, [x], Grid.parse(grid), plan, BATCH)) == predicted(priced)
+    sums = [layer for layer in priced.layers if layer.stage.head.by_inputs]
+    assert [layer.stage.name for layer in sums] == (
+        ["1.attention.out_proj", "1.mlp.down_proj", "2.attention.out_proj", "2.mlp.down_proj"] if choice == "model" else []
+    )
+    assert all(layer.cost.dx.messages == 0 < layer.cost.all_gather.messages for layer in sums)

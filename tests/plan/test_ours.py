@@ -24,7 +24,7 @@ from zmqtrain.parallel.geometry import even
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model import traffic
 from zmqtrain.plan import collective
-from zmqtrain.plan.collective import FOLLOWED, Sent, all_reduce, ring
+from zmqtrain.plan.collective import FOLLOWED, Sent, all_reduce, idle, ring
 from zmqtrain.plan.costs import Paper
 from zmqtrain.plan.layers import LayerShape, stages
 from zmqtrain.plan.link import LayerCost, Link
@@ -183,3 +183,9 @@ def test_both_pricings_agree_on_volume_where_nothing_stays_divided() -> None:
         )
         assert ours.total.nbytes == pytest.approx(paper.total.nbytes, rel=0.01)
         assert ours.total.messages >= paper.total.messages
+
+
+def test_sums_of_activations_wait_for_their_own_pieces() -> None:
+    """By halving; a ring streams, and small ones are doubled."""
+    assert [idle(1 << 20, size, 4) for size in (1, 2, 3, 4, 8)] == [0, 0, 0, 1 << 18, 1 << 18]
+    assert idle(1 << 10, 4, 4) == 0

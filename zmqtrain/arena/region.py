@@ -51,16 +51,24 @@ class Region:
         except OSError as error:
             os.close(file)
             raise HostMemoryError(
-                f"cannot map {nbytes / 1e9:.1f} GB of shared memory ({error.strerror}); raise the limit on address space (ulimit "
-                "-v), or set [compute] shared_memory = false"
+                f"cannot map {nbytes / 1e9:.1f} GB of shared memory ({error.strerror}); {_remedy(error)}"
             ) from error
 
     @classmethod
     def create(cls, nbytes: int, name: str = "zmqtrain") -> Region:
-        """A new region, all zeros. ``name`` is shown in ``/proc/PID/maps``."""
+        """A new region, all zeros. ``name`` is shown in ``/proc/PID/maps``. Raises `HostMemoryError`."""
         nbytes = -(-nbytes // PAGE) * PAGE
-        file = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.ftruncate(file, nbytes)
+        try:
+            file = os.memfd_create(name, os.MFD_CLOEXEC)
+        except OSError as error:
+            raise HostMemoryError(f"cannot make shared memory ({error.strerror}); {_remedy(error)}") from error
+        try:
+            os.ftruncate(file, nbytes)
+        except OSError as error:
+            os.close(file)
+            raise HostMemoryError(
+                f"cannot make {nbytes / 1e9:.1f} GB of shared memory ({error.strerror}); {_remedy(error)}"
+            ) from error
         return cls(file, nbytes, f"/proc/{os.getpid()}/fd/{file}")
 
     @classmethod
@@ -119,6 +127,16 @@ class Region:
         with suppress(BufferError):  # tensors are views of it: it is unmapped with the last of them
             self._map.close()
         os.close(self._file)
+
+
+def _remedy(error: OSError) -> str:
+    """What to do about a limit that is too small."""
+    limit = {
+        errno.ENOMEM: "raise the limit on address space (ulimit -v), or ",
+        errno.EFBIG: "raise the limit on the size of files (ulimit -f), or ",
+        errno.EMFILE: "raise the limit on open files (ulimit -n), or ",
+    }
+    return f"{limit.get(error.errno or 0, '')}set [compute] shared_memory = false"
 
 
 def _left_of_control_group() -> int:

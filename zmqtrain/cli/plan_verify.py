@@ -14,7 +14,7 @@ from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.assign import main_grid
 from zmqtrain.parallel.plan import LayerPlan, Plan
 from zmqtrain.parallel.verify import Verified
-from zmqtrain.parallel.verify.compare import alone
+from zmqtrain.parallel.verify.case import alone
 from zmqtrain.testing.threads import run_ranks
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.batches import sample_batch

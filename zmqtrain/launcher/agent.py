@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.death import die_with_parent
-from zmqtrain.errors import ConnectivityError
+from zmqtrain.errors import ConnectivityError, HostLimitError, ZmqTrainError
 from zmqtrain.launcher.forked import ForkedProcesses
 from zmqtrain.launcher.forkserver import ForkServer
 from zmqtrain.launcher.local import PARENT
@@ -23,6 +24,7 @@ from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.loop import run
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.run.agent import Agent
+from zmqtrain.run.report import report_of
 
 
 async def run_agent(environment: RoleEnvironment) -> int:
@@ -38,19 +40,36 @@ async def run_agent(environment: RoleEnvironment) -> int:
         forks = await stack.enter_async_context(ForkServer())
         link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, timeouts=timeouts)
         description = await fetch_description(endpoint, timeout=timeouts.request_s)
-        region = None
-        if description.topology.compute.shared_memory and shared_memory_missing() is None:
-            # The memory exists as long as any process has it open; roles that end are replaced in their slots.
-            region = Arena.create(len(description.placement.of_host(environment.peer.partition("/")[2])))
-        agent = Agent(link, description, environment, ForkedProcesses(forks, description, region))
-        _heed_signals(agent)
         try:
+            region = None
+            if description.topology.compute.shared_memory and shared_memory_missing() is None:
+                # The memory exists as long as any process has it open; roles that end are replaced in their slots.
+                region = Arena.create(len(description.placement.of_host(environment.peer.partition("/")[2])))
+            agent = Agent(link, description, environment, ForkedProcesses(forks, description, region))
+            _heed_signals(agent)
             await agent.run()
         except ConnectivityError as error:
             # The run continues without this host, or is over: in both cases its roles are not needed any more.
             print(f"{environment.peer}: {error}", file=sys.stderr, flush=True)
             return ConnectivityError.exit_code
+        except (ZmqTrainError, OSError) as error:
+            # The launcher shows it; told only that this process has ended, it could not say why.
+            report = report_of(_named(error), environment.peer)
+            with suppress(ZmqTrainError):
+                await link.membership.fail(report)
+            return int(report["exit_code"])
     return 0
+
+
+def _named(error: ZmqTrainError | OSError) -> ZmqTrainError:
+    """The error in words that say what to do."""
+    if isinstance(error, ZmqTrainError):
+        return error
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return HostLimitError(f"the agent cannot open any more files ({error.strerror}); raise the limit (ulimit -n)")
+    if error.errno in (errno.EAGAIN, errno.ENOMEM):
+        return HostLimitError(f"the agent cannot start a process ({error.strerror}); raise the limits (ulimit -u, ulimit -v)")
+    return ZmqTrainError(f"the agent failed: {type(error).__name__}: {error}")
 
 
 def _heed_signals(agent: Agent) -> None:

@@ -77,6 +77,7 @@ class Roster:
         self._complete = False
         self._join_deadline = now + timeouts.join_s
         self._last_tick = now
+        self._stood_still = (float("-inf"), 0.0)  # when this process had last stood still, and for how long
         self._end_deadline: float | None = None
         self._end_reason = ""
 
@@ -263,14 +264,14 @@ class Roster:
         return actions + self._fail_or_go_on(entry, failure, now)
 
     def handle_failed(self, peer: PeerId, report: Mapping[str, Any], now: float) -> list[Action]:
-        """A role reports its own failure. Needed if it has no agent that would see its process end."""
+        """A role reports its own failure, before others see that its connections end; or an agent reports that of its host."""
         entry = self._members.get(peer)
         if entry is None or not entry.here:
             return []
         code = report.get("exit_code")
         exit_code = code if isinstance(code, int) else 1
         failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=False, left=False)
-        gone = self._remove(entry, Presence.LOST, failure.reason)
+        gone = self._remove_all_of(entry, failure.reason)
         # Its process still exists, and waits for the answer to this very call: so waits for it are not given up here.
         return [*(action for action in gone if not isinstance(action, Drop)), *self._fail_or_go_on(entry, failure, now)]
 
@@ -313,7 +314,8 @@ class Roster:
             self._members.remove(peer)
             return []
         if entry.member.kind == "agent":
-            return self._lose(entry, reason, HostLostError(f"lost the host {entry.member.host}: {reason}"), now)
+            why = self._why_an_agent_is_gone(entry.member.host, reason, now)
+            return self._lose(entry, why, HostLostError(f"lost the host {entry.member.host}: {why}"), now)
         vouched_for = entry.member.host in self._members.agents
         if vouched_for and not (self._elastic and self.state is State.RUNNING and entry.member.kind == "worker"):
             return []  # the run cannot continue without it, and its agent reports whether its process has ended
@@ -327,7 +329,8 @@ class Roster:
         entry = self._members.agents.get(host)
         if entry is None or entry.gone or self.state is State.ENDED:
             return []
-        return self._lose(entry, reason, HostLostError(f"lost the host {host}: {reason}"), now)
+        why = self._why_an_agent_is_gone(host, reason, now)
+        return self._lose(entry, why, HostLostError(f"lost the host {host}: {why}"), now)
 
     # Time ---------------------------------------------------------------------------------------------------------------------
 
@@ -347,11 +350,7 @@ class Roster:
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
-        stood_still = now - self._last_tick - self._timeouts.heartbeat_s
-        self._last_tick = now
-        if self._heard and stood_still > self._timeouts.lost_s / 2:
-            # This process was suspended (a sleeping machine, a stopped process): the agents' messages wait unread.
-            self._heard = dict.fromkeys(self._heard, now)
+        self._look_at_the_clock(now)
         actions: list[Action] = []
         for host, heard in list(self._heard.items()):
             if now >= heard + self._timeouts.lost_s and self.state is not State.ENDED:
@@ -363,6 +362,23 @@ class Roster:
         if self._end_deadline is not None and now >= self._end_deadline:
             actions += self._time_is_up(now)
         return actions
+
+    def _look_at_the_clock(self, now: float) -> None:
+        """Notice that this process was suspended (a sleeping machine, a stopped process): the agents' messages wait unread."""
+        stood_still = now - self._last_tick - self._timeouts.heartbeat_s
+        self._last_tick = now
+        if self._heard and stood_still > self._timeouts.lost_s / 2:
+            self._heard = dict.fromkeys(self._heard, now)
+            self._stood_still = (now, stood_still)
+
+    def _why_an_agent_is_gone(self, host: str, reason: str, now: float) -> str:
+        """``reason``, or that this process was silent for so long that the agent has given up the run."""
+        self._look_at_the_clock(now)
+        when, seconds = self._stood_still
+        if now > when + self._timeouts.request_s:
+            return reason
+        stood = f"the launcher itself stood still for {seconds:.0f} s (stopped, or its machine asleep)"
+        return f"{stood}, and {host} gave it up: {reason}"
 
     # What follows -------------------------------------------------------------------------------------------------------------
 
@@ -421,16 +437,21 @@ class Roster:
 
     def _lose(self, entry: Entry, reason: str, error: ZmqTrainError, now: float) -> list[Action]:
         """A member is lost; if it is an agent, all roles of its host are lost, too."""
+        actions = self._remove_all_of(entry, reason)
+        actions.append(Note("lost", {"peer": entry.member.peer, "host": entry.member.host, "reason": reason}, str(error)))
+        peer, host = entry.member.peer, entry.member.host
+        failure = Failure(peer, host, None, str(error), None, consequence=False, error=error)
+        return actions + self._fail_or_go_on(entry, failure, now)
+
+    def _remove_all_of(self, entry: Entry, reason: str) -> list[Action]:
+        """A member is lost, and with an agent all roles of its host."""
         actions = self._remove(entry, Presence.LOST, reason)
         if entry.member.kind == "agent":
             for other in self._members.roles_of(entry.member.host):
                 other.exited = True  # as far as is known
                 if not other.gone:
                     actions += self._remove(other, Presence.LOST, f"its host {entry.member.host} is lost: {reason}")
-        actions.append(Note("lost", {"peer": entry.member.peer, "host": entry.member.host, "reason": reason}, str(error)))
-        peer, host = entry.member.peer, entry.member.host
-        failure = Failure(peer, host, None, str(error), None, consequence=False, error=error)
-        return actions + self._fail_or_go_on(entry, failure, now)
+        return actions
 
     def _fail_or_go_on(self, entry: Entry, failure: Failure, now: float) -> list[Action]:
         """A member is gone for good. An elastic run continues without workers, as long as others are left and the worker's own

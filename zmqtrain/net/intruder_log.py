@@ -29,10 +29,10 @@ class IntruderLog:
 
     def note(self, intrusion: Intrusion, origin: str) -> None:
         """A caller was not admitted."""
-        if intrusion is Intrusion.NO_KEY and self._pardoned:
+        if intrusion in (Intrusion.NO_KEY, Intrusion.NO_TOKEN) and self._pardoned:
             self._pardoned -= 1
             return
-        self.count += 1
+        self.count += not intrusion.of_admitted
         self._intruders.note(intrusion, origin)
         if self._telling is None:
             self._telling = self._loop.call_at(self._intruders.due(self._loop.time()), self.tell)

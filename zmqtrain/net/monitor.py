@@ -119,17 +119,25 @@ class CallMonitor:
 class DoorMonitor:
     """Reports callers of a ROUTER whose handshake fails, and where they came from: ``refused(intrusion, origin)``.
 
-    Callers with unknown keys are not among them: the ZAP handler sees those.
+    Callers with unknown keys or passwords are not among them: the ZAP handler sees those.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, router: zmq.Socket[bytes], refused: Callable[[Intrusion, str], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        router: zmq.Socket[bytes],
+        refused: Callable[[Intrusion, str], None],
+        *,
+        encrypted: bool,
     ) -> None:
         self._refused = refused
+        self._other = Intrusion.NO_KEY if encrypted else Intrusion.NO_TOKEN
         self._origins: dict[int, str | None] = {}  # connection's descriptor -> origin; None: not looked up yet
         self._failed: Intrusion | None = None  # what the next connection that ends has done
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-        events |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        events |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        if encrypted:  # in plain text this means only that a connection broke early, as members' do when this process is too busy
+            events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         # Strangers must not be able to wake this process as often as they like.
         self._monitor = Monitor(loop, router, events, self._heard, pause_s=PAUSE_S)
 
@@ -141,7 +149,7 @@ class DoorMonitor:
                 self._tell(self._origins.pop(value, None) or "")
             else:
                 self._tell("")  # it belongs to another connection, in another I/O thread
-                self._failed = Intrusion.WRONG_KEY if value == _CRYPTOGRAPHIC else Intrusion.NO_KEY
+                self._failed = Intrusion.WRONG_KEY if value == _CRYPTOGRAPHIC else self._other
         # Only for connections that still exist: other descriptors may have been reused.
         for descriptor, origin in self._origins.items():
             if origin is None:

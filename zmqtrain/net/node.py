@@ -40,7 +40,9 @@ class Node:
         self._transport = transport
         self._mailbox = Mailbox()
         self._board = Switchboard(peer, settings, transport, self._mailbox, self._lost)
-        self._desk = Desk(self._mailbox, self._post, settings.control_window_bytes, self._board.unreached)
+        self._desk = Desk(
+            self._mailbox, self._post, settings.control_window_bytes, self._board.unreached, self._board.on_wrong_request
+        )
         self._waits: dict[Ticket, asyncio.Future[Incoming]] = {}
         self._sends: dict[Outgoing, asyncio.Future[None]] = {}
         self._subscriptions: list[TopicSubscription] = []

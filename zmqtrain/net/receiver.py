@@ -36,8 +36,7 @@ class RouterReceiver:
         self._router = router
         self._identity = identity
         self._refused = refused
-        # In plain text any caller is admitted, and there is nothing to report.
-        self._monitor = None if identity is None else DoorMonitor(loop, router, refused)
+        self._monitor = DoorMonitor(loop, router, refused, encrypted=identity is not None)
         self._fd = int(router.getsockopt(zmq.FD))
         self._receiver: Receiver | None = None
         self._more: asyncio.Handle | None = None
@@ -85,8 +84,7 @@ class RouterReceiver:
     def close(self) -> None:
         self._loop.remove_reader(self._fd)
         self._receiver = None
-        if self._monitor is not None:
-            self._monitor.close()
+        self._monitor.close()
         if self._more is not None:
             self._more.cancel()
         self._router.close(linger=0)

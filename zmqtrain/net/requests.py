@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any, Protocol
 
 import zmqtrain.errors
-from zmqtrain.errors import ZmqTrainError
+from zmqtrain.errors import ProtocolError, ZmqTrainError
 from zmqtrain.net.endpoint import Handler, PeerId, Tag
 from zmqtrain.net.incoming import Incoming
 from zmqtrain.net.mailbox import Mailbox
@@ -39,9 +40,17 @@ Post = Callable[[PeerId, Tag, Payload], Withdrawable]
 class Desk:
     """Both sides of all requests of one endpoint."""
 
-    def __init__(self, mailbox: Mailbox, post: Post, window_bytes: int, unreached: Callable[[PeerId], str]) -> None:
-        """``unreached``: why there is no connection to a peer, as far as is known; empty if there is one."""
-        self._post, self._unreached = post, unreached
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        post: Post,
+        window_bytes: int,
+        unreached: Callable[[PeerId], str],
+        wrong: Callable[[PeerId], None],
+    ) -> None:
+        """``unreached``: why there is no connection to a peer, as far as is known; empty if there is one. ``wrong``: called with a
+        peer that sent a request with other arguments than the method takes."""
+        self._post, self._unreached, self._wrong = post, unreached, wrong
         self._window = window_bytes
         # Not from 0: a handler that outlives the process that asked must not answer another process with the same name.
         self._number = random_bits(48)
@@ -49,6 +58,7 @@ class Desk:
         self._used: dict[PeerId, int] = {}
         self._turns: dict[PeerId, deque[asyncio.Future[None]]] = {}
         self._handlers: dict[str, Handler] = {}
+        self._takes: dict[str, tuple[float, float]] = {}  # how many arguments: at least, and at most
         self._unserved: dict[str, list[Incoming]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -123,7 +133,7 @@ class Desk:
     # The serving side.
 
     def serve(self, method: str, handler: Handler) -> None:
-        self._handlers[method] = handler
+        self._handlers[method], self._takes[method] = handler, _arguments(handler)
         for incoming in self._unserved.pop(method, ()):
             self._start(method, handler, incoming)
 
@@ -144,6 +154,12 @@ class Desk:
 
     async def _serve(self, handler: Handler, incoming: Incoming) -> None:
         args: Any = incoming.finish().meta
+        least, most = self._takes[str(incoming.tag[2])]
+        if not least <= len(args) <= most:
+            self._wrong(incoming.source)
+            error = ProtocolError(f"{incoming.tag[2]!r} does not take {len(args)} arguments")
+            self._answer(incoming, ERROR, ValuePayload(describe_error(error)))
+            return
         try:
             answer = await handler(incoming.source, *args)
             payload = answer if isinstance(answer, Payload) else ValuePayload(answer)
@@ -171,6 +187,15 @@ class Desk:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _arguments(handler: Handler) -> tuple[float, float]:
+    """How many arguments a handler takes beside the caller: at least, and at most."""
+    kinds = list(signature(handler).parameters.values())
+    places = [each for each in kinds if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    endless = any(each.kind is Parameter.VAR_POSITIONAL for each in kinds)
+    least = sum(each.default is Parameter.empty for each in places)
+    return least - 1, float("inf") if endless else len(places) - 1
 
 
 def describe_error(error: ZmqTrainError) -> dict[str, Value]:

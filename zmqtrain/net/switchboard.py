@@ -235,7 +235,7 @@ class Switchboard:
         link, identity = self._links.get(peer), self._settings.identity
         if link is None:
             return
-        if trouble is Trouble.UNLISTED and identity is not None and identity.joins(link.handshake.address):
+        if trouble is Trouble.UNLISTED and (identity is None or identity.joins(link.handshake.address)):
             log.warning("%s is not admitted by %s: it has another run token", self._peer, peer)
             self._end(link, endings.other_token(peer))
         elif self._troubles.note(peer, trouble, self._loop.time()):
@@ -248,6 +248,10 @@ class Switchboard:
 
     def on_intruder(self, intrusion: Intrusion, origin: str) -> None:
         self._intruders.note(intrusion, origin)
+
+    def on_wrong_request(self, peer: PeerId) -> None:
+        """A peer has sent a request that cannot be answered."""
+        self._intruders.note(Intrusion.BAD_REQUEST, peer)
 
     # Greeting
 
@@ -291,14 +295,15 @@ class Switchboard:
             if isinstance(greeting, Hello) and (lane != CONTROL or route != route_of(greeting.peer, greeting.session)):
                 raise WireError("a greeting under another name")
         except WireError as error:
-            self._garbage(route, frames, error)
+            self._garbage(route, frames)
+            log.debug("%s: garbage from %.40r: %s", self._peer, route, error)
             return
         if isinstance(greeting, Refusal):
             self._refused(greeting)
         else:
             self._greeted(route, greeting)
 
-    def _garbage(self, route: bytes, frames: Frames, error: WireError) -> None:
+    def _garbage(self, route: bytes, frames: Frames) -> None:
         try:
             if 1 <= len(frames) <= 2:
                 decode_header(frames[0], self._settings.limits)
@@ -308,7 +313,7 @@ class Switchboard:
             pass
         self._counters["garbage"] += 1
         self._admission.ignore(route)
-        log.warning("%s received garbage from %.40r and ignores that sender from now on: %s", self._peer, route, error)
+        self._intruders.note(Intrusion.GARBAGE, "")
 
     def _greeted(self, route: bytes, hello: Hello) -> None:
         peer = hello.peer

@@ -11,6 +11,8 @@ from zmqtrain.net.endpoint import PeerId
 USUAL_S = 1.0
 #: Seconds between two log lines about the same problem.
 PAUSE_S = 10.0
+#: The same for callers that are not admitted: strangers must not fill a log.
+INTRUDERS_PAUSE_S = 60.0
 #: Addresses of callers that are remembered between two lines, and named in one.
 MAX_ORIGINS, NAMED_ORIGINS = 256, 3
 
@@ -37,10 +39,18 @@ class Trouble(Enum):
 class Intrusion(Enum):
     """What is wrong with a caller that is not admitted."""
 
+    NO_TOKEN = "without the run's token"
     NO_KEY = "in plain text, or disconnected before they sent anything"
     WRONG_KEY = "for a process with another key"
     UNLISTED = "with a key that is not on the list"
     FALSE_NAME = "under another member's name"
+    GARBAGE = "none of zmqtrain's"
+    BAD_REQUEST = "requests with other arguments than the method takes"
+
+    @property
+    def of_admitted(self) -> bool:
+        """Whether the caller was admitted, and only what it sent is wrong."""
+        return self in (Intrusion.GARBAGE, Intrusion.BAD_REQUEST)
 
 
 class Troubles:
@@ -85,21 +95,35 @@ class Intruders:
 
     def due(self, now: float) -> float:
         """When to report a caller that has just come: not at once, as there may be more, and never often."""
-        return max(now + USUAL_S, self._told_at + PAUSE_S)
+        return max(now + USUAL_S, self._told_at + INTRUDERS_PAUSE_S)
 
     def tell(self, now: float) -> str | None:
         """A line about all callers since the last one, if there were any."""
         if not self._counts:
             return None
         self._told_at = now
-        total = sum(self._counts.values())
-        each = ", ".join(f"{count} {kind.value}" for kind, count in self._counts.most_common())
         named = list(self._origins)[:NAMED_ORIGINS]
         more = len(self._origins) - len(named)
         origins = f" from {', '.join(named)}{f' and {more} more' if more else ''}" if named else ""
-        self._counts.clear()
+        connections = Counter({kind: count for kind, count in self._counts.items() if not kind.of_admitted})
+        messages = self._counts - connections
+        self._counts = Counter()
         self._origins.clear()
-        return (
-            f"{total} connection{'s' * (total > 1)}{origins} not admitted: {each}. The run is not affected; if one was meant "
-            "to be part of it, start it with this run's ZMQTRAIN_COORDINATOR and ZMQTRAIN_TOKEN"
-        )
+        told = []
+        if connections:
+            told.append(f"{_counted(connections, 'connection', origins)} not admitted: {_each(connections)}.")
+        if messages:
+            told.append(f"{_counted(messages, 'message', '' if connections else origins)} not taken: {_each(messages)}.")
+        told.append("The run is not affected")
+        if connections:
+            told[-1] += "; if one was meant to be part of it, start it with this run's ZMQTRAIN_COORDINATOR and ZMQTRAIN_TOKEN"
+        return " ".join(told)
+
+
+def _counted(counts: Counter[Intrusion], what: str, origins: str) -> str:
+    total = sum(counts.values())
+    return f"{total} {what}{'s' * (total > 1)}{origins}"
+
+
+def _each(counts: Counter[Intrusion]) -> str:
+    return ", ".join(f"{count} {kind.value}" for kind, count in counts.most_common())

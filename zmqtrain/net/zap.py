@@ -8,6 +8,7 @@ from collections.abc import Callable
 import zmq
 
 from zmqtrain.net.curve import DOMAIN, Identity
+from zmqtrain.net.password import Password
 from zmqtrain.net.trouble import USUAL_S
 
 #: The address at which servers ask, according to the protocol; there is one in each context.
@@ -20,17 +21,17 @@ MAX_DOUBTFUL = 256
 
 
 class ZapHandler:
-    """Admits the callers on an `Identity`'s list. Make it before the server sockets of its context are bound."""
+    """Admits the callers on an `Identity`'s list, or with the `Password`. Make it before its context's server sockets are bound."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         context: zmq.Context[zmq.Socket[bytes]],
-        identity: Identity,
+        door: Identity | Password,
         refused: Callable[[str], None],
     ) -> None:
-        """``refused`` is called with the address of each caller that is not admitted."""
-        self._loop, self._identity, self._refused = loop, identity, refused
+        """``door``: whom to admit. ``refused`` is called with the address of each caller that is not admitted."""
+        self._loop, self._door, self._refused = loop, door, refused
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         # The askers are connections, which wait, and end by themselves if the answer takes too long.
@@ -69,8 +70,10 @@ class ZapHandler:
     def _answer(self, question: list[bytes]) -> None:
         route, _, _version, number, domain, address, _identity, mechanism, *credentials = question
         name = None
-        if domain == DOMAIN and mechanism == b"CURVE" and len(credentials) == 1:
-            name = self._identity.name_of(credentials[0])
+        if domain == DOMAIN and isinstance(self._door, Password) and mechanism == b"PLAIN":
+            name = self._door.name_of(credentials)
+        elif domain == DOMAIN and isinstance(self._door, Identity) and mechanism == b"CURVE" and len(credentials) == 1:
+            name = self._door.name_of(credentials[0])
         # Not 300, "later", with which ZeroMQ keeps the connection until the handshake times out. A caller that will soon be on the
         # list comes again by itself.
         code, text = (b"200", b"") if name is not None else (b"400", b"unknown key")
@@ -79,17 +82,17 @@ class ZapHandler:
             self._turned_away(credentials[0] if credentials else b"", address.decode(errors="replace"))
 
     def _turned_away(self, key: bytes, origin: str) -> None:
-        if self._identity.is_complete or len(self._doubtful) >= MAX_DOUBTFUL:
+        if isinstance(self._door, Password) or self._door.is_complete or len(self._doubtful) >= MAX_DOUBTFUL:
             self._refused(origin)
             return
         # It may be a member that was told of this one first: it will soon be on the list, and is not an intruder.
         self._doubtful[key] = origin
         if self._verdict is None:
-            self._verdict = self._loop.call_later(USUAL_S, self._judge)
+            self._verdict = self._loop.call_later(USUAL_S, self._judge, self._door)
 
-    def _judge(self) -> None:
+    def _judge(self, identity: Identity) -> None:
         self._verdict = None
         doubtful, self._doubtful = self._doubtful, {}
         for key, origin in doubtful.items():
-            if self._identity.name_of(key) is None:
+            if identity.name_of(key) is None:
                 self._refused(origin)

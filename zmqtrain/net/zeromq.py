@@ -4,8 +4,9 @@ Each endpoint binds two ROUTER sockets (control, bulk), which only receive, and 
 That makes ZeroMQ's edge-triggered file descriptors simple: only the ROUTERs are watched, plain sockets suffice, and a receive loop
 returns to the event loop after a budget. Connections are watched through the DEALERs' monitors.
 
-With an identity (`zmqtrain.net.curve`) everything is encrypted: each ROUTER is a server that asks this endpoint's own ZAP handler
-which callers to admit, and each DEALER knows the key of the one server that it calls.
+Each ROUTER is a server that asks this endpoint's own ZAP handler which callers to admit. With an identity (`zmqtrain.net.curve`)
+everything is encrypted, and each DEALER knows the key of the one server that it calls; without one, callers show a password that
+follows from the run's token (`zmqtrain.net.password`). What a caller sends before it is admitted is not kept.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from zmqtrain.net.monitor import CallMonitor
 from zmqtrain.net.node import Node
 from zmqtrain.net.outbox import BULK, CONTROL
 from zmqtrain.net.paced import open_paced
+from zmqtrain.net.password import Password
 from zmqtrain.net.receiver import IN_PLACE_BYTES, RouterReceiver
 from zmqtrain.net.settings import MIB, NetSettings
 from zmqtrain.net.transport import Frames, Receiver, Transport
@@ -101,11 +103,12 @@ class ZeroMQTransport:
         self._wires: dict[PeerId, _Wire] = {}
         self._receivers: list[RouterReceiver] = []
         self.identity = settings.identity
+        self._password = Password(settings.token)
         self._zap: ZapHandler | None = None
         try:
-            if self.identity is not None:
-                unlisted = partial(self._turned_away, Intrusion.UNLISTED)
-                self._zap = ZapHandler(self._loop, self._context, self.identity, unlisted)
+            kind = Intrusion.NO_TOKEN if self.identity is None else Intrusion.UNLISTED
+            door = self._password if self.identity is None else self.identity
+            self._zap = ZapHandler(self._loop, self._context, door, partial(self._turned_away, kind))
             control = self._listen(CONTROL, settings.port)
             bulk = self._listen(BULK, 0)
         except BaseException:
@@ -195,8 +198,7 @@ class ZeroMQTransport:
     def _listen(self, lane: int, port: int) -> int:
         router = self._context.socket(zmq.ROUTER)
         self._tune(router)
-        if self.identity is not None:
-            self.identity.guard(router)
+        (self._password if self.identity is None else self.identity).guard(router)
         # A peer whose connection broke returns under its name before the old connection has timed out here: the new one counts.
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         # ROUTER_MANDATORY would make sends to unknown names fail; these sockets never send.
@@ -236,6 +238,8 @@ class ZeroMQTransport:
             self._tune(dealer)
             if self.identity is not None:
                 self.identity.arm(dealer, address)
+            else:
+                self._password.arm(dealer)
             if lane == CONTROL:
                 dealer.setsockopt(zmq.TOS, URGENT_TOS)
             if route:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from zmqtrain.collectives.unreached import Parts, fill_unreached
 from zmqtrain.parallel.communicator import Fabric, Label, Pending
 from zmqtrain.parallel.shard import Shard
+
+#: Sums that are begun at the end of backward and not waited for yet: each has two copies of the gradients.
+_TOGETHER_BYTES = 32 << 20
 
 
 class GradientSums:
@@ -33,19 +37,27 @@ class GradientSums:
 
     def finish(self) -> None:
         """Wait until all gradients are the sums. Those that were not begun yet are, in reverse order of the model's layers."""
+        begun: deque[_Layer] = deque()
         for layer in reversed(self._layers):
             if layer.pending is None:
                 self._begin(layer)
+                begun.append(layer)
+                while len(begun) > 1 and sum(each.nbytes for each in begun) > _TOGETHER_BYTES:
+                    self._end(begun.popleft())
         for layer in self._layers:
-            assert layer.pending is not None
-            (flat,) = layer.pending.wait()
-            layer.pending, layer.complete = None, 0
-            layer.give(flat)
+            if layer.pending is not None:
+                self._end(layer)
 
     def _ready(self, layer: _Layer, _parameter: nn.Parameter) -> None:
         layer.complete += 1
         if layer.complete == len(layer.parameters):
             self._begin(layer)
+
+    def _end(self, layer: _Layer) -> None:
+        assert layer.pending is not None
+        (flat,) = layer.pending.wait()
+        layer.pending, layer.complete = None, 0
+        layer.give(flat)
 
     def _begin(self, layer: _Layer) -> None:
         layer.pending = self._fabric.among(layer.members).all_reduce(layer.take(), Label(layer.name, "dw", "backward"))
@@ -59,6 +71,7 @@ class _Layer:
         self.complete = 0
         self.pending: Pending | None = None
         first = parameters[0]
+        self.nbytes = sum(parameter.nbytes for parameter in parameters)
         *starts, numel = accumulate((parameter.numel() for parameter in parameters), initial=0)
         # Tensors without content say nothing.
         self._parts = Parts(starts if first.device.type != "meta" else (), numel, first.dtype)

@@ -84,8 +84,9 @@ def _alternative(problem: Problem, placed: Sequence[Placed], index: int, how: Pl
     stage, seconds, graph = problem.layers[index], problem.link.seconds, problem.graph
     changed = [*placed[:index], how, *placed[index + 1 :]]
     cost, longer_s = layer_cost(problem, changed, index), 0.0
-    others = {*graph.after(index), *(each.charged for each in graph.brought if index in (each.source, each.target))} - {index}
-    for other in sorted(others):
+    others = {*graph.after(index), *graph.mates(index)}
+    others |= {each.charged for each in graph.brought if index in (each.source, each.target)}
+    for other in sorted(others - {index}):
         after = layer_cost(problem, changed, other)
         own, planned = _own(after), _own(layer_cost(problem, placed, other))
         longer_s += seconds(own.total) - seconds(planned.total)

@@ -8,11 +8,12 @@ earlier layer is taken, what it sends to them is paid, and they are forgotten.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.price import changing_bytes, price
 from zmqtrain.plan.problem import Options, Problem
@@ -82,7 +83,15 @@ def _sent(problem: Problem, states: Sequence[Sequence[State]]) -> dict[tuple[int
     where = {each: number for number, each in enumerate(every)}
 
     def table(one: int, other: int, *, meet: bool, nbytes: int) -> Array:
-        before, after = layers[one], layers[other]
+        """Of all pairs of their states. Layers that are divided together with others leave and take other parts."""
+        result = np.zeros((len(states[one]), len(states[other])))
+        for source, rows in _kinds(layers[one], states[one]):
+            for target, columns in _kinds(layers[other], states[other]):
+                placed = ([where[states[each][at].placed] for at in numbers] for each, numbers in ((one, rows), (other, columns)))
+                result[np.ix_(rows, columns)] = priced(source, target, meet, nbytes)[np.ix_(*placed)]
+        return result
+
+    def priced(before: Stage, after: Stage, meet: bool, nbytes: int) -> Array:
         key = meet, after.alone.leaves_channels, after.alone.leaves_strips, problem.pricing.change_key(before, after)
         if key not in tables:
             messages_s, unit_s = np.zeros((len(every), len(every))), np.zeros((len(every), len(every)))
@@ -93,8 +102,7 @@ def _sent(problem: Problem, states: Sequence[Sequence[State]]) -> dict[tuple[int
                 unit_s += cost.unit.nic_bytes * link.byte_s + cost.unit.memory_bytes * link.memory_byte_s
             tables[key] = messages_s, unit_s
         messages_s, unit_s = tables[key]
-        rows, columns = ([where[state.placed] for state in states[each]] for each in (one, other))
-        return (messages_s + nbytes * unit_s)[np.ix_(rows, columns)]
+        return messages_s + nbytes * unit_s
 
     def add(one: int, other: int, seconds: Array) -> None:
         key, seconds = ((one, other), seconds) if one < other else ((other, one), seconds.T)
@@ -107,13 +115,26 @@ def _sent(problem: Problem, states: Sequence[Sequence[State]]) -> dict[tuple[int
         joins = problem.pricing.joins
         for row, source in enumerate(states[before]):
             for column, target in enumerate(states[after]):
-                alike = joins(layers[before], source.placed, layers[after], target.placed)
+                one, other = problem.stage(before, source.placed), problem.stage(after, target.placed)
+                alike = joins(one, source.placed, other, target.placed)
                 if alike or target.joined:
                     seconds[row, column] = 0.0 if alike and target.joined else math.inf
         add(before, after, seconds)
-    for each in graph.brought:
-        add(each.source, each.target, table(each.source, each.target, meet=True, nbytes=problem.batch_bytes(each.numel)))
+    for moved in graph.brought:
+        add(moved.source, moved.target, table(moved.source, moved.target, meet=True, nbytes=problem.batch_bytes(moved.numel)))
+    for *first, last in graph.pairs:  # they are divided together or not at all
+        for each in first:
+            together = [
+                [one.placed == other.placed or not (one.paired or other.paired) for other in states[last]] for one in states[each]
+            ]
+            add(each, last, np.where(together, 0.0, math.inf))
     return found
+
+
+def _kinds(stage: Stage, states: Sequence[State]) -> Iterator[tuple[Stage, list[int]]]:
+    """A layer alone and together with its pair, each with the numbers of the states in which it is so."""
+    for paired in {state.paired for state in states}:
+        yield stage.paired if paired else stage, [number for number, state in enumerate(states) if state.paired == paired]
 
 
 def _groups(codes: Indices, sizes: Sequence[int]) -> Indices:

@@ -29,6 +29,11 @@ class Pricing(Protocol):
         """Bytes of an element."""
         ...
 
+    @property
+    def pairs(self) -> bool:
+        """Whether it knows layers that are divided together (`zmqtrain.plan.layers.Pair`)."""
+        ...
+
     def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
         """A layer's own communication.
 
@@ -74,6 +79,11 @@ class Paper:
     word_bytes: int = WORD_BYTES
     dx: bool = True
     """Whether the sums of input gradients are counted. They are needed, but the paper's stated figures are closer without them."""
+
+    @property
+    def pairs(self) -> bool:
+        """No: each layer gathers its outputs."""
+        return False
 
     def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
         grid, size = placed.grid, placed.grid.size

@@ -30,15 +30,21 @@ class Graph:
     brought: tuple[Brought, ...]
     modules: tuple[tuple[str, int], ...]
     """The modules in whose forward branches meet, and the stage with which these messages are counted."""
+    pairs: tuple[tuple[int, ...], ...] = ()
+    """Stages that may be divided together, the last of each with its inputs."""
 
     @property
     def chain(self) -> bool:
-        """Whether each stage takes the outputs of the one before it and nothing else."""
-        return not self.brought and self.before == (None, *range(len(self.before) - 1))
+        """Whether each stage takes the outputs of the one before it and nothing else, and none is divided with others."""
+        return not self.pairs and not self.brought and self.before == (None, *range(len(self.before) - 1))
 
     def after(self, index: int) -> list[int]:
         """The stages that take a stage's output."""
         return [each for each, before in enumerate(self.before) if before == index]
+
+    def mates(self, index: int) -> tuple[int, ...]:
+        """The stages with which a stage may be divided together, with itself; none if there are none."""
+        return next((pair for pair in self.pairs if index in pair), ())
 
     def ends(self, index: int) -> bool:
         """Whether nothing takes a stage's output: it is the model's."""
@@ -47,12 +53,16 @@ class Graph:
 
 def graph_of(layers: Sequence[Stage]) -> Graph:
     """The graph of these stages. Sources that are none of them count as the model's input."""
-    return _graph(tuple((stage.name, stage.source) for stage in layers))
+    return _graph(tuple((stage.name, stage.source, stage.head.pair.last if stage.head.pair else None) for stage in layers))
 
 
 @lru_cache(maxsize=256)
-def _graph(layers: tuple[tuple[str, Source | None], ...]) -> Graph:
-    places = {name: index for index, (name, _) in enumerate(layers)}
+def _graph(layers: tuple[tuple[str, Source | None, str | None], ...]) -> Graph:
+    places = {name: index for index, (name, _, _) in enumerate(layers)}
+    pairs: dict[str, list[int]] = {}
+    for index, (name, _, last) in enumerate(layers):
+        if last in places and name != last:
+            pairs.setdefault(last, []).append(index)
     before: list[int | None] = []
     brought: list[Brought] = []
     modules: dict[str, int] = {}
@@ -75,13 +85,14 @@ def _graph(layers: tuple[tuple[str, Source | None], ...]) -> Graph:
             if end not in (None, ends[0])
         )
 
-    for index, (_, source) in enumerate(layers):
+    for index, (_, source, _) in enumerate(layers):
         if source is None:
             before.append(index - 1 if index else None)
             continue
         meet(source)
         before.append(_place(source, places))
-    return Graph(tuple(before), tuple(brought), tuple(modules.items()))
+    together = tuple((*first, places[last]) for last, first in pairs.items())
+    return Graph(tuple(before), tuple(brought), tuple(modules.items()), together)
 
 
 def _place(source: Source, places: dict[str, int]) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from zmqtrain.parallel.geometry import Table, Transposed, Window, adaptive
+from zmqtrain.parallel.paired import Paired
 
 #: ``conv``, ``linear``, ``embedding``, ``recurrent``, ``attention`` and ``encoder`` (layers of a transformer) can be divided by
 #: their outputs; ``norm``, ``pool`` and ``own`` (parameters of a module that contains layers) work on any part of the activations,
@@ -57,6 +58,20 @@ INPUT = Meeting()
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Linear layers of attention or of an MLP that are divided together: the first ones by outputs, the last one by its inputs, as
+    these leave them (`zmqtrain.parallel.placed.pairs`). Only if all are model-parallel on one grid."""
+
+    last: str
+    """The name of the layer that is divided by inputs."""
+    divided: Paired
+
+    def fits(self, rows: int) -> bool:
+        """Whether it can be divided over so many rows."""
+        return self.divided.divisions(rows) is not None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """One layer. Shapes are those of one sample: (channels, height, width), (features,) or (positions, features)."""
 
@@ -98,6 +113,10 @@ class LayerShape:
     """Its weights, by the messages in which they are sent; empty: one message with all weights, which are divided."""
     source: Source | None = None
     """Where its input comes from; ``None``: from the layer before it."""
+    pair: Pair | None = None
+    """The layers together with which it may be divided."""
+    by_inputs: bool = False
+    """Whether it is divided by its inputs, so that its outputs are summed."""
 
     @property
     def numel_in(self) -> int:
@@ -118,6 +137,17 @@ class LayerShape:
     def units(self) -> int:
         """The number of units by which the weights can be divided: output channels or features."""
         return self.heads or (self.outputs[0] if self.image else self.outputs[-1])
+
+    @property
+    def paired(self) -> LayerShape:
+        """The layer as it is divided together with the others of its pair."""
+        assert self.pair is not None
+        divided = self.pair.divided
+        if divided.by == "outputs":
+            return replace(self, heads=divided.units)
+        biases = self.weights - self.inputs[-1] * self.outputs[-1]
+        pieces = (Weights(divided.units, divided.size * self.outputs[-1], biases),)
+        return replace(self, heads=divided.units, by_inputs=True, pieces=pieces)
 
     @property
     def weights_by_message(self) -> tuple[Weights, ...]:
@@ -221,7 +251,7 @@ class Stage:
     @property
     def leaves_channels(self) -> bool:
         """Whether its outputs stay divided over the rows if it is model-parallel."""
-        return self.head.kind in PASSES and self.gathered_at is None
+        return self.head.kind in PASSES and self.gathered_at is None and not self.head.by_inputs
 
     @property
     def image_rows(self) -> int:
@@ -232,6 +262,11 @@ class Stage:
     def leaves_strips(self) -> bool:
         """Whether its outputs stay in strips if it is domain-parallel."""
         return not any(layer.one_row for layer in self.layers)
+
+    @property
+    def paired(self) -> Stage:
+        """The stage as it is divided together with the others of its pair."""
+        return replace(self, head=self.head.paired)
 
     @property
     def alone(self) -> Stage:

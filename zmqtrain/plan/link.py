@@ -22,7 +22,8 @@ class Cost:
     nbytes: float = 0.0
     """Bytes that the process sends over the network."""
     nic_bytes: float = 0.0
-    """Bytes that its host's NIC sends for all of the host's processes in that time; they determine how long it takes."""
+    """Bytes that its host's NIC sends for all of the host's processes in that time, or could send while it waits; they determine
+    how long it takes."""
     memory_bytes: float = 0.0
     """Bytes that are read and written in its host's memory instead, for all of the host's processes."""
 

@@ -38,6 +38,8 @@ def memory(stage: Stage, placed: Placed, batch: int, *, word_bytes: int, optimiz
     samples = batch / grid.columns
     outputs = sum(layer.numel_out * layer.calls for layer in stage.layers)
     match placed.choice:
+        case "model" if stage.head.by_inputs:
+            weights, kept = stage.weights / grid.rows, samples * (stage.numel_in / grid.rows + outputs)
         case "model":
             weights, kept = stage.weights / grid.rows, samples * (stage.numel_in + outputs / grid.rows)
         case "domain":

@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from zmqtrain.parallel.geometry import Count, Division, Table, Transposed, Window, even, follow, halo_traffic
-from zmqtrain.plan.collective import Sent, all_reduce, ring
+from zmqtrain.plan.collective import Sent, all_reduce, idle, ring
 from zmqtrain.plan.costs import WORD_BYTES
 from zmqtrain.plan.layers import PASSES, Stage
 from zmqtrain.plan.link import NOTHING, Array, ChangedByte, Changes, Cost, LayerCost
@@ -38,6 +38,11 @@ class Ours:
     per_host: int = 1
     """The number of the group's processes on each host."""
 
+    @property
+    def pairs(self) -> bool:
+        """Yes: this runtime finds them."""
+        return True
+
     def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
         samples = math.ceil(batch / placed.grid.columns)
         told, told_back = self._statistics(stage, placed, samples)
@@ -52,7 +57,7 @@ class Ours:
 
     def joins(self, before: Stage, source: Placed, stage: Stage, target: Placed) -> bool:
         """Whether both layers are products that are model-parallel on one grid."""
-        return source == target and target.choice == "model" and before.leaves_channels and stage.head.kind in PASSES
+        return source == target and target.choice == "model" and before.leaves_channels and _takes_channels(stage)
 
     def change(self, before: Stage, source: Placed, after: Stage, target: Placed, *, back: bool = False) -> tuple[float, Cost]:
         return self.changes(before, [source], after, [target], back=back).one()
@@ -61,7 +66,7 @@ class Ours:
         self, before: Stage, sources: Sequence[Placed], after: Stage, targets: Sequence[Placed], *, back: bool = False
     ) -> Changes:
         """A message to each of the processes that need a part; strips are gathered before an image is flattened."""
-        held, needed = Lies.of(_left(before, sources), 0), Lies.of([each.needs() for each in targets], 1)
+        held, needed = Lies.of(_left(before, sources), 0), Lies.of([_needed(after, each) for each in targets], 1)
         ways = [(held, needed)]
         if not after.head.image:
             flat = replace(held, strips=np.ones_like(held.strips))
@@ -95,7 +100,7 @@ class Ours:
     def change_key(self, before: Stage, after: Stage) -> Hashable:
         """How a layer's output is divided, the number of parts possible, and what the next layer accepts."""
         rows = before.image_rows if before.leaves_strips else 0
-        return before.leaves_channels and before.head.units, rows, after.head.kind in PASSES, after.head.image
+        return before.leaves_channels and before.head.units, rows, after.head.kind in PASSES, after.head.image, after.head.by_inputs
 
     # Model-parallel layers.
 
@@ -106,8 +111,8 @@ class Ours:
     def _output(self, stage: Stage, placed: Placed, samples: int, last: bool) -> Cost:
         """Gathering the output, in the layer itself or because the next layers do not accept it divided."""
         head, mixing = stage.head, stage.gathered_at
-        if head.sums:
-            return self._sum(samples * head.numel_out, placed, head.sums * head.calls)
+        if head.sums or head.by_inputs:
+            return self._sum(samples * head.numel_out, placed, (head.sums or 1) * head.calls)
         if head.kind == "recurrent":  # each layer gathers its outputs at every position
             return self._ring(samples * head.outputs[-1], head.units, placed, stage.rounds)
         if head.kind not in PASSES:
@@ -118,7 +123,7 @@ class Ours:
 
     def _input_gradient(self, stage: Stage, placed: Placed, samples: int, joined: int, first: bool) -> Cost:
         head, numel, rounds = stage.head, samples * stage.head.numel_in, stage.head.calls
-        if head.kind == "embedding":
+        if head.kind == "embedding" or head.by_inputs:
             return NOTHING
         if head.sums:
             return self._sum(numel, placed, (head.sums - first) * rounds)
@@ -206,7 +211,9 @@ class Ours:
         size = placed.grid.rows
         if placed.grid.size <= self.per_host:
             return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * rounds * self.word_bytes)
-        return self._wire(all_reduce(numel, size, self.word_bytes), placed, rounds)
+        waits = idle(numel, size, self.word_bytes) * rounds * self.word_bytes
+        cost = self._wire(all_reduce(numel, size, self.word_bytes), placed, rounds)
+        return cost + Cost(nic_bytes=waits * self._crossing(placed.grid.columns))
 
     def _wire(self, sent: Sent, placed: Placed, rounds: int, itemsize: int = 0) -> Cost:
         nbytes = sent.numel * rounds * (itemsize or self.word_bytes)
@@ -228,6 +235,17 @@ class Ours:
     def _crossing(self, columns: int) -> int:
         """The number of processes of a host that send to another host at once: the last one of each column on the host."""
         return min(columns, self.per_host)
+
+
+def _takes_channels(stage: Stage) -> bool:
+    """Whether a layer that is model-parallel gathers its input itself."""
+    return stage.head.kind in PASSES and not stage.head.by_inputs
+
+
+def _needed(stage: Stage, placed: Placed) -> Lie:
+    """How a stage takes its inputs."""
+    needs = placed.needs()
+    return replace(needs, channels=placed.grid.rows) if stage.head.by_inputs and placed.choice == "model" else needs
 
 
 def _left(stage: Stage, placed: Sequence[Placed]) -> list[Lie]:

@@ -68,23 +68,17 @@ def plan(problem: Problem) -> Planned:
             f"choose another number of processes, or a larger batch. Layer {stage.name}: {reasons}"
         )
     found, ways = _search(problem, options)
-    if problem.memory_bytes is not None and _memory(problem, found) > problem.memory_bytes:
+    if problem.memory_bytes is not None and price(problem, found).memory.total > problem.memory_bytes:
         found, more = _search(problem, options, limit=problem.memory_bytes)
         ways += more
     return Planned(problem, tuple(found), price(problem, found), options, ways)
 
 
-def _memory(problem: Problem, placed: Sequence[Placed]) -> float:
-    return sum(problem.memory(stage, how).total for stage, how in zip(problem.layers, placed, strict=True))
-
-
 def _search(problem: Problem, options: Sequence[Options], limit: float | None = None) -> tuple[list[Placed], int]:
     """The best plan, and the number of paths that were looked at."""
     if limit is not None:
-        least = sum(
-            min(problem.memory(stage, how).total for how in option.placed)
-            for stage, option in zip(problem.layers, options, strict=True)
-        )
+        every = (states_of(problem, option, index) for index, option in enumerate(options))
+        least = sum(min(times_of(problem, index, state).memory for state in here) for index, here in enumerate(every))
         if least > limit:
             raise UsageError(
                 f"no plan fits in memory: a process needs at least {rounded_size(least)}, but may use only {rounded_size(limit)}. "

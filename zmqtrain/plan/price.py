@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from zmqtrain.collectives.choose import piece_bytes
+from zmqtrain.net.settings import NetSettings
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.link import Changes, Cost, LayerCost
 from zmqtrain.plan.memory import Memory
@@ -73,7 +75,7 @@ class Times:
     def of(cls, problem: Problem, stage: Stage, placed: Placed, cost: LayerCost) -> Times:
         """Halos are sent while the interior is computed; input gradients while the weight gradients of their layer are computed
         (half of the backward); weight gradients while earlier layers are computed. All-gathers, statistics and redistributions are
-        waited for.
+        waited for; and each message with statistics, which is small, in the backward for a piece of weight gradients on its way.
         ``cost``: the layer's own."""
         link, overlap = problem.link, problem.overlap
         forward_s, backward_s = problem.seconds(stage, placed)
@@ -81,8 +83,16 @@ class Times:
         hidden_s = min(halo_back_s + dx_s, overlap * backward_s / 2)
         waits_s = forward_s + backward_s + link.seconds(cost.all_gather + cost.statistics + cost.statistics_back)
         waits_s += max(0.0, halo_s - overlap * forward_s) + halo_back_s + dx_s - hidden_s
+        waits_s += overlap * cost.statistics_back.messages * _piece_bytes(placed, cost.dw) * link.byte_s
         drains_s = overlap * backward_s - hidden_s
         return cls(waits_s, drains_s, link.seconds(cost.dw), problem.memory(stage, placed).total)
+
+
+def _piece_bytes(placed: Placed, sums: Cost) -> float:
+    """The bytes that are sent in one go of a sum of weight gradients."""
+    members = placed.grid.size if placed.choice in ("batch", "domain") else placed.grid.columns
+    part = sums.nbytes / max(1, 2 * (members - 1))
+    return min(part, piece_bytes(int(part), NetSettings().chunk_bytes))
 
 
 def changing_bytes(problem: Problem, after: Stage) -> int:
@@ -90,12 +100,16 @@ def changing_bytes(problem: Problem, after: Stage) -> int:
     return problem.batch_bytes(after.numel_in)
 
 
-def joined_units(problem: Problem, index: int) -> int:
+def joined_units(before: Stage, stage: Stage) -> int:
     """The number of units by which a layer's input is divided if it arrives divided: channels, even after flattening."""
-    head, before = problem.layers[index].head, problem.graph.before[index]
-    assert before is not None
-    units = problem.layers[before].head.units
+    head, units = stage.head, before.head.units
     return units if not head.image and head.numel_in % units == 0 else head.input_units
+
+
+def divided(problem: Problem, placed: Sequence[Placed], index: int) -> Stage:
+    """A layer as this plan divides it: alone, or together with the others of its pair."""
+    alike = all(placed[mate] == placed[index] for mate in problem.graph.mates(index))
+    return problem.stage(index, placed[index], paired=alike)
 
 
 def redistribution(problem: Problem, before: Stage, source: Placed, after: Stage, target: Placed) -> tuple[Cost, Cost]:
@@ -113,7 +127,7 @@ def brought(problem: Problem, placed: Sequence[Placed], index: int) -> tuple[Cos
     there, back = Cost(), Cost()
     for each in problem.graph.brought if problem.charge_changes else ():
         if each.charged == index:
-            (before, source), (at, target) = ((problem.layers[end], placed[end]) for end in (each.source, each.target))
+            (before, source), (at, target) = ((divided(problem, placed, end), placed[end]) for end in (each.source, each.target))
             there += _cost(problem.pricing.meetings(before, [source], at, [target]), problem.batch_bytes(each.numel))
             back += _cost(problem.pricing.meetings(before, [source], at, [target], back=True), problem.batch_bytes(each.numel))
     return there, back
@@ -126,13 +140,13 @@ def _cost(change: Changes, nbytes: int) -> Cost:
 
 def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerCost:
     """What one layer of a plan sends, with the redistribution of its input, and what is brought to its outputs."""
-    stage, how, pricing, before = problem.layers[index], placed[index], problem.pricing, problem.graph.before[index]
+    stage, how, pricing, before = divided(problem, placed, index), placed[index], problem.pricing, problem.graph.before[index]
     first, last, joined = before is None, problem.graph.ends(index), 0
     there, back = brought(problem, placed, index)
     if before is not None:
-        one, source = problem.layers[before], placed[before]
+        one, source = divided(problem, placed, before), placed[before]
         if pricing.joins(one, source, stage, how):
-            joined = joined_units(problem, index)
+            joined = joined_units(one, stage)
         else:
             moved = redistribution(problem, one, source, stage, how)
             there, back = there + moved[0], back + moved[1]
@@ -143,7 +157,8 @@ def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerC
 def price(problem: Problem, placed: Sequence[Placed]) -> PlanPrice:
     """The price of these placements, in the order of the problem's layers."""
     layers = []
-    for index, (stage, how) in enumerate(zip(problem.layers, placed, strict=True)):
+    every = [divided(problem, placed, index) for index in range(len(placed))]
+    for index, (stage, how) in enumerate(zip(every, placed, strict=True)):
         forward_s, backward_s = problem.seconds(stage, how)
         layers.append(LayerPrice(stage, how, layer_cost(problem, placed, index), forward_s, backward_s, problem.memory(stage, how)))
     seconds = problem.link.seconds

@@ -63,6 +63,17 @@ class Problem:
         """Which layers take the outputs of which."""
         return graph_of(self.layers)
 
+    def stage(self, index: int, placed: Placed, *, paired: bool = True) -> Stage:
+        """A layer as it is divided in this placement. ``paired``: whether all of its pair, if it has one, are placed alike."""
+        stage = self.layers[index]
+        return stage.paired if paired and self.divides_pair(index, placed) else stage
+
+    def divides_pair(self, index: int, placed: Placed) -> bool:
+        """Whether a layer is divided together with the others of its pair, if these are placed like it."""
+        pair = self.layers[index].head.pair
+        known = pair is not None and self.pricing.pairs and placed.choice == "model" and pair.fits(placed.grid.rows)
+        return known and bool(self.graph.mates(index))
+
     def batch_bytes(self, numel: int) -> int:
         """Bytes of the whole batch's activations of which a sample has ``numel``."""
         return self.batch * numel * self.pricing.word_bytes
@@ -115,7 +126,7 @@ class Problem:
 
     def seconds(self, stage: Stage, placed: Placed) -> tuple[float, float]:
         """Seconds of the slowest process: forward and backward."""
-        forward, backward = stage.seconds(self.flops_per_s, first=stage is self.layers[0] or stage.source == INPUT)
+        forward, backward = stage.seconds(self.flops_per_s, first=stage.name == self.layers[0].name or stage.source == INPUT)
         grid = placed.grid
         share = math.ceil(self.batch / placed.samples)
         if placed.choice == "model":

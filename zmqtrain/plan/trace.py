@@ -18,7 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.domain.make import HALO, LOCAL
-from zmqtrain.plan.layers import DIVISIBLE, INPUT, Branch, Kind, LayerShape, Meeting, Source, Weights
+from zmqtrain.parallel.placed.pairs import pairs
+from zmqtrain.plan.layers import DIVISIBLE, INPUT, Branch, Kind, LayerShape, Meeting, Pair, Source, Weights
 
 #: Samples of the traced forward: the fewest that batch norm allows in training.
 SAMPLES = 2
@@ -59,6 +60,10 @@ def trace_layers(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerShape, .
             found[call.name] = replace(found[call.name], calls=found[call.name].calls + 1)
         else:
             found[call.name] = _layer(call)
+    for pair in pairs(model):
+        if pair.keys() <= found.keys():
+            last = next(name for name, divided in pair.items() if divided.by == "inputs")
+            found |= {name: replace(found[name], pair=Pair(last, divided)) for name, divided in pair.items()}
     if not any(layer.weights for layer in found.values()):
         raise UsageError(f"the forward of {type(model).__name__} calls no layer with weights, so there is nothing to plan")
     return tuple(found.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,22 +25,31 @@ class State:
 
     placed: Placed
     joined: bool = False
+    paired: bool = False
+    """Whether the layer is divided together with the others of its pair."""
 
 
 def states_of(problem: Problem, options: Options, index: int) -> list[State]:
     """The states of a layer."""
-    found, place, stage = [State(how) for how in options.placed], problem.graph.before[index], problem.layers[index]
+    found = [State(how, paired=problem.divides_pair(index, how)) for how in options.placed]
+    place = problem.graph.before[index]
     if place is not None:
-        before = problem.layers[place]
-        found += [State(how, True) for how in options.placed if problem.pricing.joins(before, how, stage, how)]
+        joins, every = problem.pricing.joins, list(found)
+        found += [
+            replace(each, joined=True)
+            for each in every
+            if joins(problem.stage(place, each.placed), each.placed, problem.stage(index, each.placed), each.placed)
+        ]
     return found
 
 
 def times_of(problem: Problem, index: int, state: State) -> Times:
     """A layer's times in a state."""
-    stage, graph = problem.layers[index], problem.graph
-    first, last = graph.before[index] is None, graph.ends(index)
-    joined = joined_units(problem, index) if state.joined else 0
+    stage, graph = problem.stage(index, state.placed), problem.graph
+    before, joined = graph.before[index], 0
+    if state.joined and before is not None:
+        joined = joined_units(problem.stage(before, state.placed), stage)
+    first, last = before is None, graph.ends(index)
     cost = problem.pricing.layer(stage, state.placed, problem.batch, first=first, last=last, joined=joined)
     return Times.of(problem, stage, state.placed, cost)
 

@@ -44,7 +44,7 @@ from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, build_optimizer, load_task
 from zmqtrain.train.unreached import what_blinds
-from zmqtrain.train.verifying import NotComparable, Ordinary, verify_task
+from zmqtrain.train.verifying import NotComparable, Ordinary, one_of_each, verify_task
 from zmqtrain.train.weighting import WeightSums, taken_apart
 from zmqtrain.train.work import ModelState, StepResult
 from zmqtrain.wire.payload import Value
@@ -248,9 +248,13 @@ class TorchWork:
         assert isinstance(model, ParallelModel)
         assert fabric is not None
         self._ordinary = None
+        roles = map(context.placement.role, context.placement.group_members(context.role.group))
+        references = one_of_each([role.host for role in roles])
         try:
             found = await self._device.run(
-                lambda: verify_task(self._task, context.topology, fabric, model.grid, ordinary, batch, device)
+                lambda: verify_task(
+                    self._task, context.topology, fabric, model.grid, ordinary, batch, device, references=references
+                )
             )
         except NotComparable as reason:
             text = f"the divided model was not compared with the ordinary one: {reason}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.nested import PLAIN, leaves, mapped
@@ -16,15 +18,19 @@ from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.parallel.communicator import Fabric, Label
 from zmqtrain.parallel.deferred import Tape, fill
 from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify import Case, Verified, verified
-from zmqtrain.parallel.verify.compare import alone
+from zmqtrain.parallel.verify.case import alone
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.device.memory_kept import returning_blocks
 from zmqtrain.train.divided import parallel_model, share_of_model
 from zmqtrain.train.random_state import seed_everything
-from zmqtrain.train.task import Task, build_model, build_optimizer, user_code
+from zmqtrain.train.task import Measure, Task, build_model, build_optimizer, user_code
 
 #: Samples of each column, at least: batch norm needs more than one.
 SAMPLES = 2
+#: Freed blocks of this size and more, as weights in double precision are, are not kept: training does not need their like again.
+_RETURNED_BYTES = 2 << 20
 
 
 class NotComparable(UsageError):
@@ -32,33 +38,76 @@ class NotComparable(UsageError):
 
 
 def verify_task(
-    task: Task, topology: Topology, fabric: Fabric, grid: Grid, ordinary: Ordinary, batch: Batch, device: torch.device
+    task: Task,
+    topology: Topology,
+    fabric: Fabric,
+    grid: Grid,
+    ordinary: Ordinary,
+    batch: Batch,
+    device: torch.device,
+    *,
+    references: tuple[int, ...] = (),
 ) -> Verified:
     """Compare. All workers of a group call it, in their compute threads; nothing of the run changes.
 
     ``grid``: whose columns have the batch. ``batch``: the first one of this worker's column, in the device's memory.
+    ``references``: as `Case` has them.
 
     Raises `zmqtrain.errors.DifferentModelError`, `TaskError`, and `NotComparable`, each on all workers of the group.
     """
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        return build_optimizer(task, model, topology)[0]
+
+    def divide() -> ParallelModel:
+        return ordinary.divided(device, lambda model, tape: parallel_model(model, topology, fabric, tape=tape))
+
+    return verify_model(
+        lambda: ordinary(device), divide, task.loss, optimizer, topology, fabric, grid, batch, device, references=references
+    )
+
+
+def verify_model(
+    make: Callable[[], nn.Module],
+    divide: Callable[[], ParallelModel],
+    loss: Measure,
+    optimizer: Callable[[nn.Module], Optimizer] | None,
+    topology: Topology,
+    fabric: Fabric,
+    grid: Grid,
+    batch: Batch,
+    device: torch.device,
+    *,
+    references: tuple[int, ...] = (),
+) -> Verified:
+    """The same for any model, loss (a mean over samples) and optimizer. ``make`` gives an equal ordinary model at each call, and
+    ``divide`` this worker's part of one."""
     try:
-        with user_code("the divided model, compared with the ordinary one,"):
+        with returning_blocks(_RETURNED_BYTES), user_code("the divided model, compared with the ordinary one,"):
             given = _whole_batch(fabric, grid, batch)
             case = Case(
-                make=lambda: ordinary(device),
-                divide=lambda any_model: parallel_model(any_model, topology, fabric),
+                make=make,
+                divide=divide,
                 batch=given,
-                loss=task.loss,
-                optimizer=lambda any_model: build_optimizer(task, any_model, topology)[0],
-                share=lambda divided, samples: share_of_model(divided, samples, task.loss),
+                loss=loss,
+                optimizer=optimizer,
+                share=lambda divided, samples: share_of_model(divided, samples, loss),
                 seed=topology.job.seed,
                 local_statistics=topology.parallel.statistics == "local",
                 dtype=torch.float64,
+                references=references,
             )
             return verified(case, fabric)
     finally:
         gc.collect()  # models and their hooks know each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def one_of_each(hosts: Sequence[str]) -> tuple[int, ...]:
+    """For each rank, given its host, the rank that runs the ordinary model for it: the first one there. Numbers of a whole model
+    travel within hosts, and hosts compute at the same time."""
+    return tuple(map(hosts.index, hosts))
 
 
 class Ordinary:
@@ -88,6 +137,12 @@ class Ordinary:
             raise NotComparable("Task.model() returns the same modules each time, and they are divided now")
         self._taken |= {id(module) for module in found.modules()}
         return found.to(device)
+
+    def divided(self, device: torch.device, divide: Callable[[nn.Module, Tape | None], ParallelModel]) -> ParallelModel:
+        """Another one, divided as ``divide(model, tape)`` does; made part by part where the task's is. Raises `NotComparable`."""
+        if self._kept is None or self._tape is None:
+            return divide(self(device), None)
+        return divide(copy.deepcopy(self._kept), self._tape)
 
 
 def _whole_batch(fabric: Fabric, grid: Grid, batch: Batch) -> Batch:

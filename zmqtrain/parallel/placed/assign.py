@@ -21,7 +21,8 @@ from zmqtrain.parallel.model.linear import Linear
 from zmqtrain.parallel.model.lstm import LSTM
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.modelled import without_content
-from zmqtrain.parallel.placed.pairs import Paired, pairs, sizes, transposed
+from zmqtrain.parallel.paired import Paired
+from zmqtrain.parallel.placed.pairs import pairs, sizes, transposed
 from zmqtrain.parallel.placed.parameters import hooked
 from zmqtrain.parallel.placement import Divisions
 from zmqtrain.parallel.plan import Choice, LayerPlan, Plan, Strips

@@ -7,12 +7,10 @@ cost one sum of activations. This is a guess of what a forward does: where it is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import nn
 
-from zmqtrain.collectives.group import bounds
-from zmqtrain.parallel.placement import Divisions, scaled
+from zmqtrain.parallel.paired import Paired
 
 #: What models call the layer that takes what others of the same module have made.
 _LAST = ("o_proj", "out_proj", "o", "out_lin", "wo", "down_proj", "fc2", "c_proj", "lin2", "w2", "dense_4h_to_h")
@@ -22,28 +20,6 @@ _ATTENTION = ({"q_proj", "k_proj", "v_proj"}, {"q", "k", "v"}, {"query", "key", 
 _BESIDE = (("self", "output"), ("attention", "output"), ("intermediate", "output"))
 _HEAD = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _HEADS = ("num_heads", "n_heads", "num_attention_heads")
-
-
-@dataclass(frozen=True, slots=True)
-class Paired:
-    """One layer of a pair."""
-
-    by: str
-    """``outputs`` or ``inputs``."""
-    units: int
-    """Into how many its features can be divided: heads, or each for itself."""
-    size: int
-    """Features in one of them."""
-    fewest: int
-    """Units of the layer of the pair that has the fewest: keys that several queries share."""
-
-    def divisions(self, rows: int) -> Divisions | None:
-        """Of its features; ``None`` where the layers of the pair would not be divided alike."""
-        few = bounds(self.fewest, rows)
-        many = bounds(self.units, rows)
-        if self.fewest < rows or scaled(few, self.units // self.fewest) != many:
-            return None
-        return scaled(many, self.size)
 
 
 def sizes(module: nn.Module) -> tuple[int, int] | None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,22 +13,9 @@ FLOOR = {torch.float64: 1e-13, torch.float32: 1e-7}
 TIMES_OWN_CHANGE = 30.0
 
 
-class Tolerance:
-    """What is allowed. The model's own change is found out only where it is asked for, since it takes two more steps."""
-
-    def __init__(self, dtype: torch.dtype, own_change: Callable[[], Mapping[Any, float]]) -> None:
-        self._dtype, self._find = dtype, own_change
-        self._own: Mapping[Any, float] | None = None
-
-    def allows(self, what: str, name: str, by: float, of: float, *, floor: float = 0.0) -> bool:
-        """Whether a difference ``by`` is rounding, where the largest element is ``of``."""
-        if by <= RELATIVE[self._dtype] * of + FLOOR[self._dtype] * floor:
-            return True
-        if by == float("inf"):
-            return False
-        if self._own is None:
-            self._own = self._find()
-        return by <= TIMES_OWN_CHANGE * self._own.get((what, name), 0.0)
+def is_rounding(dtype: torch.dtype, by: float, of: float, *, floor: float = 0.0) -> bool:
+    """Whether a difference ``by`` is surely rounding, where the largest element is ``of``, and that of all gradients ``floor``."""
+    return by <= RELATIVE[dtype] * of + FLOOR[dtype] * floor
 
 
 def largest(tensor: Tensor) -> float:
@@ -43,3 +27,21 @@ def largest(tensor: Tensor) -> float:
         return found
     values = tensor.abs().to(torch.float64)
     return float(values.nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference of an element; infinite where they cannot be compared. What is NaN in both is alike."""
+    one, other = one.detach(), other.detach().to(one.device)
+    if one.shape != other.shape:
+        return float("inf")
+    if not one.numel():
+        return 0.0
+    if not (one.is_floating_point() or one.is_complex()):
+        return float((one.to(torch.float64) - other.to(torch.float64)).abs().max())
+    apart = float(torch.linalg.vector_norm(one - other, float("inf")))
+    if apart < float("inf"):
+        return apart
+    difference = torch.where(one == other, 0, one - other).abs().to(torch.float64)
+    difference = torch.where(one.isnan() & other.isnan(), 0.0, difference)
+    by = float(difference.max())
+    return by if by == by else float("inf")

@@ -19,7 +19,8 @@ from zmqtrain.parallel.communicator import Fabric, Label
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.model import ParallelModel, Statistics, map_tensors, parallelize
 from zmqtrain.parallel.plan import Plan
-from zmqtrain.parallel.verify.compare import Case, Difference, Found, NotInDouble, alone, compare
+from zmqtrain.parallel.verify.case import Case, Difference, Found, NotInDouble, alone
+from zmqtrain.parallel.verify.compare import compare
 from zmqtrain.parallel.verify.watch import Watch
 
 #: A difference as text, which all processes send alike.
@@ -56,10 +57,10 @@ def verify(
 ) -> Verified:
     """Compare a divided model with the ordinary one, on a small batch. All processes of the grid call it, with equal arguments.
 
-    In training: the outputs, the loss, every gradient, every buffer, and the parameters after two steps of the optimizer with
-    these gradients; in evaluation afterwards: the outputs and buffers. In double precision where the model can. Nothing that is
-    given changes. Dropout within torch's own attention and recurrent layers is left out of it. Each process needs the memory of
-    one ordinary model and its gradients.
+    In training: the outputs, the loss, every gradient and every buffer; in evaluation afterwards, with other weights: the outputs
+    and buffers; and two steps of the optimizer with one parameter of each shape, way to be divided and parameter group. In double
+    precision where the model can. Nothing that is given changes. Dropout within torch's own attention and recurrent layers is left
+    out of it. Rank 0 runs the ordinary model, and needs the memory of one in double precision, without its gradients.
 
     Args:
         model: the ordinary one, which can be copied; or what makes an equal one at each call.
@@ -77,7 +78,9 @@ def verify(
     make: Callable[[], nn.Module] = (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model
     settings: dict[str, Any] = {"seed": seed, "statistics": statistics, "whole": tuple(whole)}
 
-    def divide(ordinary: nn.Module) -> ParallelModel:
+    def divide() -> ParallelModel:
+        with alone():
+            ordinary = make()
         return parallelize(ordinary, grid, plan, fabric=fabric, **settings)
 
     def optimizer_of(any_model: nn.Module) -> Optimizer:
@@ -104,14 +107,15 @@ def verify(
 def verified(case: Case, fabric: Fabric) -> Verified:
     """The same for any `Case`. Raises `DifferentModelError` on all processes alike."""
     try:
-        found = compare(case)
+        found = compare(case, fabric)
     except NotInDouble:
         case = replace(case, dtype=torch.float32)
-        found = compare(case)
+        found = compare(case, fabric)
     worst = _agreed(fabric, found.differences)
     if worst is not None:
         watch = Watch()
-        again = compare(case, watch)
+        every = tuple(range(fabric.size))  # each sees the ordinary model's activations beside its own
+        again = compare(replace(case, references=every), fabric, watch)
         raise _error(case, fabric, worst, again if again.differences else found, watch)
     return Verified(case.batch.samples, str(case.dtype).removeprefix("torch."))
 

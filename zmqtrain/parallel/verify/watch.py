@@ -100,3 +100,13 @@ def _alike(model: ParallelModel, own: Tensor, whole: Tensor) -> bool:
     difference = torch.where(local == part, 0, local - part) if local.is_floating_point() else (local != part)
     by = float(difference.abs().nan_to_num(0.0).max()) if local.is_floating_point() else float(difference.any())
     return by <= RELATIVE.get(whole.dtype, 0.0) * largest(whole)
+
+
+@contextmanager
+def watching(watch: Watch | None, model: nn.Module, phase: str) -> Iterator[None]:
+    """`Watch.over`, where there is one."""
+    if watch is None:
+        yield
+        return
+    with watch.over(model, phase):
+        yield

@@ -1,0 +1,128 @@
+"""What is to be compared, and what is found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zmqtrain.data.batch import Batch
+from zmqtrain.parallel.placed.model import ParallelModel
+from zmqtrain.parallel.turns import turn
+
+Phase = Literal["training", "evaluation"]
+#: With gradients, and afterwards in evaluation.
+When = Literal["first", "later"]
+What = Literal["output", "loss", "gradient", "buffer", "update"]
+#: An optimizer that shows what it does to parts in its second step shows it here: preconditioners often begin with the second.
+OPTIMIZER_STEPS = 2
+#: All weights are multiplied by it between training and evaluation, so that a forward with weights of the step before is seen.
+LATER = 1.0625
+
+
+class Shared(Protocol):
+    """What this process does with its column's samples, as `zmqtrain.train.divided.DividedShare` does in training."""
+
+    def begin(self, step: int, micro_batch: int, micro_batches: int) -> None: ...
+    def of_output(self, batch: Batch) -> Batch: ...
+    def loss(self, measure: Callable[[Any, Any], Any], output: Any, target: Any) -> Any: ...
+
+
+class NotInDouble(Exception):
+    """The ordinary model does not run in double precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is to be compared."""
+
+    make: Callable[[], nn.Module]
+    """Makes the ordinary model: an equal one at each call."""
+    divide: Callable[[], ParallelModel]
+    """Makes this process's part of it."""
+    batch: Batch
+    """All samples, equal on all processes."""
+    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[nn.Module], Optimizer] | None
+    share: Callable[[ParallelModel, int], Shared]
+    seed: int
+    local_statistics: bool
+    """Batch norm sees a process's own samples, so that only evaluation can be compared."""
+    dtype: torch.dtype
+    references: tuple[int, ...] = ()
+    """For each rank, the one that runs the ordinary model for it and tells it the numbers: one of each host. Empty: rank 0 does
+    for all."""
+
+    @property
+    def phase(self) -> Phase:
+        """In which gradients are compared."""
+        return "evaluation" if self.local_statistics else "training"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that is not as in the ordinary model."""
+
+    phase: Phase
+    what: What
+    name: str
+    """Of a parameter, a buffer, or the number of an output."""
+    by: float
+    """The largest difference of an element."""
+    of: float
+    """The largest element of the ordinary model's."""
+    order: int
+    """The smaller, the more it says about where it begins."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What this process has found."""
+
+    differences: list[Difference] = field(default_factory=list)
+    loss: float = 0.0
+    """This process's summand of the whole batch's loss, in training."""
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """No other rank of this process draws random numbers meanwhile, and random states are afterwards what they were."""
+    with turn():
+        own, numbers = random.getstate(), np.random.get_state()
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        try:
+            with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if used else []):
+                yield
+        finally:
+            random.setstate(own)
+            np.random.set_state(numbers)
+
+
+def without_own_dropout(model: nn.Module) -> None:
+    """Take out the dropout within torch's own attention and recurrent layers, which draw by themselves."""
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0
+
+
+def mean(loss: Any) -> Tensor:
+    """A task's loss as one number, where it may be (sum, weight)."""
+    if isinstance(loss, tuple | list) and len(loss) == 2:
+        total, weight = loss
+        return total / weight  # type: ignore[no-any-return]
+    assert isinstance(loss, Tensor)
+    return loss.reshape(())
+
+
+def multiply_weights(model: nn.Module) -> None:
+    """By `LATER`."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(LATER)

@@ -1,0 +1,412 @@
+"""What the ordinary model gives: one process of a host runs it, and tells each of the others what belongs to its part.
+
+The ordinary model's memory is given back before the divided one computes, and of its gradients there are never more than some
+megabytes: each is sent, and forgotten, while the backward goes on. So this process needs the memory of one model in double
+precision for the time, and the others nothing but their parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from zmqtrain.data.batch import Batch
+from zmqtrain.data.nested import mapped
+from zmqtrain.parallel.communicator import Fabric
+from zmqtrain.parallel.placed.model import ParallelModel, map_tensors
+from zmqtrain.parallel.placement import Range
+from zmqtrain.parallel.verify.case import (
+    OPTIMIZER_STEPS,
+    Case,
+    NotInDouble,
+    Phase,
+    What,
+    When,
+    alone,
+    mean,
+    multiply_weights,
+    without_own_dropout,
+)
+from zmqtrain.parallel.verify.line import Line
+from zmqtrain.parallel.verify.ordinary import drawing_alike
+from zmqtrain.parallel.verify.tolerance import distance, largest
+from zmqtrain.parallel.verify.watch import Watch, watching
+
+#: Gradients that wait to be sent together.
+_TOGETHER_BYTES = 8 << 20
+OwnChange: TypeAlias = Mapping[tuple[What, str], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a process holds of a parameter or buffer."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dimension: int | None
+    ranges: tuple[Range, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of a tensor; all of one of another shape."""
+        if self.dimension is None or tuple(whole.shape) != self.shape:
+            return whole
+        return torch.cat([whole.narrow(self.dimension, start, stop - start) for start, stop in self.ranges], self.dimension)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Of which tensors a process needs which part, by name."""
+
+    parameters: Mapping[str, Part]
+    buffers: Mapping[str, Part]
+
+    @classmethod
+    def of_model(cls, divided: ParallelModel) -> Needs:
+        """What this process's part of a model is."""
+        shards, rank = divided.shards_by_name(), divided.fabric.rank
+
+        def part(name: str, tensor: Tensor) -> Part:
+            shard = shards.get(name)
+            if shard is None or shard.dimension is None:
+                return Part(tuple(tensor.shape), None, ())
+            ranges = shard.pieces[shard.members.index(rank)]
+            if ranges == ((0, shard.shape[shard.dimension]),):
+                return Part(shard.shape, None, ())
+            return Part(shard.shape, shard.dimension, ranges)
+
+        return cls(
+            {name: part(name, each) for name, each in divided.named_parameters()},
+            {name: part(name, each) for name, each in divided.named_buffers()},
+        )
+
+    def to_json(self) -> Any:
+        """What JSON can say of it."""
+        return [{name: (each.shape, each.dimension, each.ranges) for name, each in kind.items()} for kind in self._kinds]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Needs:
+        """What `to_json` has said."""
+
+        def parts(kind: Mapping[str, Any]) -> dict[str, Part]:
+            return {
+                name: Part(tuple(shape), dimension, tuple((start, stop) for start, stop in ranges))
+                for name, (shape, dimension, ranges) in kind.items()
+            }
+
+        return cls(*map(parts, value))
+
+    @property
+    def _kinds(self) -> tuple[Mapping[str, Part], Mapping[str, Part]]:
+        return self.parameters, self.buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What the optimizer makes of a parameter."""
+
+    gradient: Tensor
+    after: Tensor
+    largest: float
+    """Element of the whole, before."""
+    step: float
+    """The largest change of an element."""
+
+
+@dataclass(slots=True)
+class Wanted:
+    """What a process should find: its part of what the ordinary model gives."""
+
+    outputs: dict[When, list[Tensor]] = field(default_factory=dict)
+    """Whole."""
+    loss: float = 0.0
+    order: Mapping[str, int] = field(default_factory=dict)
+    """Of modules: the number of the first call."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[When, dict[str, Tensor]] = field(default_factory=dict)
+    updates: dict[str, Update] = field(default_factory=dict)
+    """One for each kind of parameter that is divided."""
+    largest: dict[tuple[What, str], float] = field(default_factory=dict)
+    """Element of whole gradients, and of buffers at first."""
+
+    def take(self, what: str, about: Any, tensors: Sequence[Tensor]) -> None:
+        """What the process that runs the ordinary model tells."""
+        if what == "outputs":
+            when, loss, order = about
+            self.outputs[when] = list(tensors)
+            if when == "first":
+                self.loss, self.order = loss, order
+        elif what == "gradients":
+            for (name, of), part in zip(about, tensors, strict=True):
+                # A parameter's gradient may come in several summands, where a part of the forward is computed again.
+                self.gradients[name] = self.gradients[name] + part if name in self.gradients else part
+                self.largest["gradient", name] = max(of, self.largest.get(("gradient", name), 0.0))
+        elif what == "buffers":
+            when, names = about
+            self.buffers[when] = {name: part for (name, _), part in zip(names, tensors, strict=True)}
+            self.largest |= {("buffer", name): of for name, of in names if when == "first"}
+        else:
+            name, of, step = about
+            gradient, after = tensors
+            self.updates[name] = Update(gradient, after, of, step)
+
+
+def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, watch: Watch | None) -> Wanted:
+    """Run the ordinary model, or be told what another process has found. All processes must call it.
+
+    Raises `NotInDouble` on all processes, and what the ordinary model raises, on those that do not run it as `RuntimeError`."""
+    source, line, served = _line(case, fabric)
+    if source != fabric.rank:
+        line.send(source, needs.to_json())
+        found = Wanted()
+        while True:
+            (what, about), tensors = line.receive(source)
+            if what == "end":
+                _raise(about, source)
+                return found
+            found.take(what, about, tensors)
+    told = {rank: Needs.from_json(line.receive(rank)[0]) for rank in served}
+    serving = _Serving(case, line, told, needs)
+    reason, error = "", None
+    try:
+        _Ordinary(case, batch, serving, watch).run()
+    except Exception as raised:  # noqa: BLE001 - all must hear of it
+        error = raised
+        in_vain = case.dtype is torch.float64 and isinstance(error, RuntimeError | TypeError | ValueError)
+        reason = _NOT_IN_DOUBLE if in_vain else f"{type(error).__name__}: {error}"
+    for rank in served:
+        line.send(rank, ["end", reason])
+    if reason == _NOT_IN_DOUBLE:
+        raise NotInDouble from error
+    if error is not None:
+        raise error
+    return serving.own
+
+
+def own_change(case: Case, batch: Batch, fabric: Fabric) -> OwnChange:
+    """What becomes of the ordinary model's own numbers where weights and inputs change by a ten-millionth. All processes must call
+    it."""
+    source, line, served = _line(case, fabric)
+    if source != fabric.rank:
+        (found,), _ = line.receive(source)
+        return {(what, name): by for what, name, by in found}
+    own = _own_change(case, batch)
+    for rank in served:
+        line.send(rank, [[(what, name, by) for (what, name), by in own.items()]])
+    return own
+
+
+_NOT_IN_DOUBLE = "not in double precision"
+
+
+def _line(case: Case, fabric: Fabric) -> tuple[int, Line, list[int]]:
+    """The rank that runs the ordinary model for this one, the way to it, and the others that it does so for."""
+    sources = case.references or (0,) * fabric.size
+    source = sources[fabric.rank]
+    ranks = tuple(rank for rank, each in enumerate(sources) if each == source)
+    return source, Line(fabric, ranks), [rank for rank in ranks if rank != source]
+
+
+def _raise(reason: str, source: int) -> None:
+    if reason == _NOT_IN_DOUBLE:
+        raise NotInDouble
+    if reason:
+        raise RuntimeError(f"the ordinary model, which the worker of rank {source} runs for this one, raised {reason}")
+
+
+class _Serving:
+    """Gives each process its part."""
+
+    def __init__(self, case: Case, line: Line, told: Mapping[int, Needs], needs: Needs) -> None:
+        self._line, self._told, self._needs = line, told, needs
+        self.own = Wanted()
+        self._gradients: list[tuple[str, Tensor]] = []
+
+    @property
+    def all_needs(self) -> list[Needs]:
+        """Those of every process that is served, and this one's."""
+        return [self._needs, *self._told.values()]
+
+    def tell(self, what: str, about: Any, parts: Callable[[Needs], list[Tensor]]) -> None:
+        """Everyone, ``parts`` of what it needs."""
+        for rank, needs in self._told.items():
+            self._line.send(rank, [what, about], parts(needs))
+        self.own.take(what, about, [each.detach() for each in parts(self._needs)])
+
+    def gradient(self, name: str, whole: Tensor) -> None:
+        """Of a parameter; sent now or with the next ones."""
+        self._gradients.append((name, whole))
+        if sum(each.nbytes for _, each in self._gradients) >= _TOGETHER_BYTES:
+            self.gradients_end()
+
+    def gradients_end(self) -> None:
+        """What has not been sent is."""
+        found, self._gradients = self._gradients, []
+        if found:
+            about = [(name, largest(whole)) for name, whole in found]
+            self.tell("gradients", about, lambda needs: [needs.parameters[name].of(whole) for name, whole in found])
+
+    def buffers(self, model: nn.Module, when: When) -> None:
+        """All of a model's, as they are now."""
+        found = [(name, each.detach()) for name, each in model.named_buffers()]
+        everything = Part((), None, ())
+        about = [when, [(name, largest(each)) for name, each in found]]
+        self.tell("buffers", about, lambda needs: [needs.buffers.get(name, everything).of(each).clone() for name, each in found])
+
+
+class _Ordinary:
+    def __init__(self, case: Case, batch: Batch, serving: _Serving, watch: Watch | None) -> None:
+        self._case, self._batch, self._serving, self._watch = case, batch, serving, watch
+        self._reached: set[str] = set()
+
+    def run(self) -> None:
+        case, serving, phase = self._case, self._serving, self._case.phase
+        model = made(case)
+        names = self._names(model)
+        for parameter, name in names.items():
+            if parameter.requires_grad:
+                self._sent_when_ready(parameter, name)
+        with watching(self._watch, model, phase):
+            outcome = forward(case, model, self._batch, phase, backward=True)
+        serving.gradients_end()
+        serving.tell("outputs", ["first", outcome.loss, dict(outcome.order)], lambda _: outcome.outputs)
+        serving.buffers(model, "first")
+        multiply_weights(model)
+        with torch.no_grad(), watching(self._watch, model, "evaluation"):
+            later = forward(case, model, self._batch, "evaluation")
+        serving.tell("outputs", ["later", later.loss, {}], lambda _: later.outputs)
+        serving.buffers(model, "later")
+        if case.optimizer is not None:
+            self._updates(model, names)
+
+    def _names(self, model: nn.Module) -> dict[nn.Parameter, str]:
+        """Each parameter's name in the divided model: of several, it may be another than here."""
+        needed = self._serving.all_needs[0].parameters
+        found: dict[nn.Parameter, str] = {}
+        for name, each in model.named_parameters(remove_duplicate=False):
+            if name in needed:
+                found.setdefault(each, name)
+        return found
+
+    def _sent_when_ready(self, parameter: nn.Parameter, name: str) -> None:
+        def ready(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                self._reached.add(name)
+                self._serving.gradient(name, gradient)
+
+        parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+
+    def _updates(self, model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
+        """What the optimizer makes of one parameter of each kind: of a shape, divided in the same way, in the same of its groups.
+
+        One after another, whose state is thrown away at once: an optimizer's state of a model is larger than the model. What is not
+        divided is updated alike everywhere."""
+        assert self._case.optimizer is not None
+        optimizer, needs = self._case.optimizer(model), self._serving.all_needs
+        group = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
+        kinds: set[Any] = set()
+        for parameter, name in names.items():
+            parts = tuple(each.parameters[name] for each in needs)
+            kind = group.get(id(parameter)), parameter.dtype, parts
+            if kind in kinds or name not in self._reached or all(each.dimension is None for each in parts):
+                continue
+            kinds.add(kind)
+            generator = torch.Generator().manual_seed(len(kinds))
+            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).mul_(0.01)
+            gradient, before = gradient.to(parameter.device, parameter.dtype), parameter.detach().clone()
+            updated(optimizer, parameter, gradient)
+            after = parameter.detach()
+            about = [name, largest(after), largest(after - before)]
+            self._serving.tell("update", about, lambda each: [each.parameters[name].of(whole) for whole in (gradient, after)])  # noqa: B023
+
+
+def updated(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Some steps of the optimizer with this gradient alone, after which the parameter has no state."""
+    parameter.grad = gradient
+    for _ in range(OPTIMIZER_STEPS):
+        optimizer.step()
+    optimizer.state.pop(parameter, None)
+    parameter.grad = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of the ordinary model's forward."""
+
+    outputs: list[Tensor]
+    loss: float
+    order: Mapping[str, int]
+    """Of modules: the number of the first call."""
+
+
+def made(case: Case) -> nn.Module:
+    """An ordinary model, in the precision of the comparison."""
+    with alone():
+        model = case.make()
+        without_own_dropout(model)
+        return model.to(case.dtype) if case.dtype is torch.float64 else model
+
+
+def forward(case: Case, model: nn.Module, batch: Batch, phase: Phase, *, backward: bool = False) -> Outcome:
+    """Of the ordinary model; ``backward``: with its gradients."""
+    model.train(phase == "training")
+    with alone(), drawing_alike(model, case.seed, 0 if phase == "training" else 1) as order:
+        output = batch.output(model)
+        outputs = [each.detach().clone() for each in tensors_of(output)]
+        loss = mean(case.loss(output, batch.target))
+        if backward:
+            loss.backward()  # type: ignore[no-untyped-call]
+    return Outcome(outputs, float(loss.detach()), order)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors of numbers in a model's output, in a fixed order."""
+    found: list[Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
+def _own_change(case: Case, batch: Batch) -> OwnChange:
+    """One after another: of the first model the numbers are kept."""
+    kept: dict[tuple[What, str], Tensor] = {}
+    found: dict[tuple[What, str], float] = {}
+    for perturbed in (False, True):
+        with alone(), torch.enable_grad():
+            model, given = made(case), batch
+            if perturbed:
+                given = _perturb(model, batch)
+            outcome = forward(case, model, given, case.phase, backward=True)
+            numbers: dict[tuple[What, str], Tensor] = {
+                ("gradient", name): each.grad for name, each in model.named_parameters() if each.grad is not None
+            }
+            numbers |= {("buffer", name): each for name, each in model.named_buffers()}
+            with torch.no_grad():
+                second = forward(case, model, given, "evaluation")
+            for number, (one, other) in enumerate(zip(outcome.outputs, second.outputs, strict=False)):
+                numbers["output", str(number)] = torch.cat([one.flatten(), other.flatten()])
+            numbers["loss", ""] = torch.tensor([outcome.loss, second.loss], dtype=torch.float64)
+        if perturbed:
+            found = {key: distance(numbers[key], each) for key, each in kept.items() if key in numbers}
+        kept = numbers
+    return found
+
+
+def _perturb(model: nn.Module, batch: Batch) -> Batch:
+    """Change the weights a little. Returns the batch, whose inputs are changed a little."""
+    generator = torch.Generator().manual_seed(11)
+
+    def changed(each: Tensor) -> Tensor:
+        return each * _near_one(each, generator) if each.is_floating_point() else each
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(_near_one(parameter, generator))
+    return batch.with_inputs(lambda part: mapped(part, changed))
+
+
+def _near_one(like: Tensor, generator: torch.Generator) -> Tensor:
+    return (1 + 1e-7 * torch.randn(like.shape, generator=generator, dtype=torch.float64)).to(like.device, like.dtype)
