@@ -38,7 +38,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, *, served: bool) -> 
     if optimizer.state:
         raise TaskError(
             "the optimizer has state already (it was loaded, or has made steps), but model servers, which run it, begin without "
-            "state: continue from a checkpoint of the run (--resume), or use {LOCAL}"
+            f"state: continue from a checkpoint of the run (--resume), or use {LOCAL}"
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise TaskError(f"model servers run the optimizer, so hooks on its step would not be called: use {LOCAL}")

@@ -238,7 +238,7 @@ class Replicated:
         if self._leaving:
             raise TaskError(
                 "backward() a second time in a step, or after optimizer.step() was left out: the gradients of the first one have "
-                "been sent. Put all but the last within session.accumulating(), or {HOLD}"
+                f"been sent. Put all but the last within session.accumulating(), or {HOLD}"
             )
         if not self._adding and not self._carried:
             if self._zeroed == "no" and any(self._is_left(name, parameter) for name, parameter in replica.named.items()):
@@ -418,7 +418,7 @@ class Replicated:
             raise TaskError(
                 "the optimizer's settings (a learning rate?) were changed between backward() and optimizer.step(): gradients had "
                 "been sent to the model servers with the old settings. Change them before backward() or after optimizer.step(), "
-                "or {HOLD}"
+                f"or {HOLD}"
             )
         state.weights = self._weights
         self._carried = not self.exchange.exchanges(self.step)
