@@ -120,7 +120,10 @@ def test_bad_options(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["simulate-faults", "simulate-quadratic", "simulate-digits", "simulate-64"])
 def test_the_shipped_files_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    settings = {"simulate-64": ["job.steps=1", "compute.groups=2", "compute.group_size=8", "exchange.shards=8"]}.get(name, [])
+    settings = {
+        "simulate-64": ["job.steps=1", "compute.groups=2", "compute.group_size=8", "exchange.shards=8"],
+        "simulate-digits": ["job.steps=20"],
+    }.get(name, [])
     assert run_simulate(ROOT / "launch" / f"{name}.toml", run_dir=tmp_path / "run", settings=settings) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["broken"] == []

@@ -40,9 +40,12 @@ EXCHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def topology(name: str, **job: Any) -> Topology:
+ON_GRIDS = ("sync", "async, one group", "gossip", "outer")
+
+
+def topology(name: str, grid: str | None = None, **job: Any) -> Topology:
     groups = 1 if "one group" in name else 2
-    compute = {"groups": groups, "group_size": 2, "batch_size": 8, "parts": [3, 5]}
+    compute = {"groups": groups, "group_size": 2, "batch_size": 8, **({"parts": [3, 5]} if grid is None else {"grid": grid})}
     return topology_of(job={"checkpoint_every": 0, **job}, compute=compute, exchange=EXCHANGES[name])
 
 
@@ -72,8 +75,8 @@ async def by_a_task(topology: Topology, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
-async def test_a_session_is_a_task(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "grid"), [*((name, None) for name in EXCHANGES), *((name, "2x1") for name in ON_GRIDS)])
+async def test_a_session_is_a_task(name: str, grid: str | None, tmp_path: Path) -> None:
     models: dict[int, nn.Module] = {}
     steps: list[int] = []
 
@@ -87,9 +90,9 @@ async def test_a_session_is_a_task(name: str, tmp_path: Path) -> None:
                 optimizer.step()
         steps.append(session.step)
 
-    given = topology(name)
+    given = topology(name, grid)
     await asyncio.to_thread(run_sessions, given, program)
-    expected = await by_a_task(topology(name, epochs=EPOCHS), tmp_path)
+    expected = await by_a_task(topology(name, grid, epochs=EPOCHS), tmp_path)
     assert set(steps) == {EPOCHS * 96 // (8 * given.compute.groups)}
     assert not all(torch.equal(expected[key], tensor) for key, tensor in network().state_dict().items()), "it has trained"
     for model in models.values():
@@ -100,7 +103,7 @@ async def test_a_session_is_a_task(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
-        ({"compute": {"group_size": 2, "grid": "2x1"}}, r"\[compute\] grid cannot divide its model"),
+        ({"compute": {"group_size": 2, "grid": "auto"}}, r'\[compute\] grid = "auto" is for tasks'),
         ({"compute": {"group_size": 2}, "exchange": {"kind": "model_server", "merged_fc": True}}, "merged_fc needs"),
         ({"job": {"weights": "given.safetensors"}}, r"\[job\] weights is for tasks"),
         ({"job": {"checkpoint_every": 5}}, r"\[job\] checkpoint_every is for tasks"),

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def topology_of(**sections: Any) -> Topology:
-    sections["job"] = {"timeout": 20.0, "oversubscribe": True, **sections.get("job", {})}
+    sections["job"] = {"timeout": 60.0, "oversubscribe": True, **sections.get("job", {})}
     sections["compute"] = {"device": "cpu", "threads": 1, "bucket_size": 512, **sections.get("compute", {})}
     return Topology.model_validate(sections)
 

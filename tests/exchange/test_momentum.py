@@ -82,12 +82,12 @@ def test_groups_without_momentum_stay_as_they_are() -> None:
     assert [explicit_of(each) for each in Compensation(1.0, on=True).of(two).groups] == [pytest.approx(0.8), 0.0]
 
 
-def topology_of(folder: Path, staleness: Any, momentum: Any, look_ahead: str) -> Topology:
+def topology_of(folder: Path, staleness: Any, momentum: Any, look_ahead: str, steps: int = 200) -> Topology:
     profile = folder / "profile.json"
     profile.write_text(json.dumps({"layers": [{"name": "0", "numel": 256, "forward_s": 0.01, "backward_s": 0.02}]}))
     return Topology.from_dict(
         {
-            "job": {"task": "given:task", "steps": 300},
+            "job": {"task": "given:task", "steps": steps},
             "hosts": [{"name": "h[1-4]", "slots": 1}],
             "compute": {
                 "groups": 4,
@@ -147,7 +147,7 @@ def test_a_run_says_what_its_momentum_is(
                 role, _, rank = peer.partition("/")
                 summary.add(peer, {"values": {}, **event, "role": role, "rank": int(rank) if rank else None})
 
-    topology = topology_of(tmp_path, staleness, momentum, look_ahead)
+    topology = topology_of(tmp_path, staleness, momentum, look_ahead, 200 if fitted is None else 300)
     assert simulate(topology, options=Options(task=task(0.9), on_report=hear)).ending.status == "done"
     told = summary.to_dict()["momentum"]
     implicit = 0.75 if staleness == "async" else 0.0

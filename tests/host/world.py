@@ -14,7 +14,7 @@ T = TypeVar("T")
 MIB = 1 << 20
 
 
-def teams(region: Region, size: int, *, number: int = 0, timeout_s: float = 20.0) -> list[Team]:
+def teams(region: Region, size: int, *, number: int = 0, timeout_s: float = 60.0) -> list[Team]:
     """The members of a team of all this region's first processes."""
     names = [f"worker/{rank}" for rank in range(size)]
     return [

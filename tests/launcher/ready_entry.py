@@ -31,7 +31,6 @@ def main(channel: int) -> int:
         del sys.path[0]  # the folder of the tests; the launcher's is put there
         serve_launcher(socket.socket(fileno=files[0]), import_entry(ENTRY))
     else:
-        os.setsid()
         os.dup2(files[0], 1)
         os.close(files[0])
         os.environ[RUNNING] = str(files[1])

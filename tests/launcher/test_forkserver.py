@@ -112,6 +112,32 @@ async def test_children_end_with_their_server(entry: str) -> None:
         assert (await sleeper.end())[0] == -signal.SIGKILL
 
 
+async def test_what_children_have_started_ends_with_them(entry: str) -> None:
+    """At the latest with the server, if it has left their process group."""
+    async with asyncio.timeout(PATIENCE_S):
+        async with ForkServer(entry) as server:
+            started = await start(server, DO="start others")
+            code, text, _ = await started.end()
+            assert code == 0
+            near, moved = map(int, text.split())
+            await _gone(near)
+            assert _is_running(moved)
+        assert not _is_running(moved)
+
+
+async def _gone(pid: int) -> None:
+    """Wait until a process that was killed has ended. It is no child of this one, so nothing tells."""
+    while _is_running(pid):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 async def test_an_entry_that_cannot_be_imported_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"))
     async with asyncio.timeout(30), ForkServer("forked_entries_that_are_not_there:main") as server:

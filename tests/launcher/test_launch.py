@@ -146,11 +146,15 @@ def test_a_role_that_is_killed(tmp_path: Path, joined: bool) -> None:
         assert "SIGKILL" in run.error_text
 
 
-@pytest.mark.parametrize("words", ["zmqtrain agent", "zmqtrain.launcher.zygote"])
-def test_a_host_that_dies(tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize("what", ["the agent", "the fork server"])
+def test_a_host_that_dies(tmp_path: Path, what: str) -> None:
     with launch(tmp_path, STAYS, from_nothing=True) as run:
         run.wait_for(r"\| ready", 2)
-        run.find(words).kill()
+        if what == "the agent":
+            run.find("zmqtrain agent").kill()
+        else:
+            (server,) = run.find("zmqtrain.launcher.zygote").children()
+            server.kill()
         assert run.end() >= 128, run
         assert run.json("error.json")["verdict"] == "host lost"
         assert run.json("summary.json")["status"] == "failed"

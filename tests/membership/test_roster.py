@@ -52,6 +52,17 @@ def test_an_agent_that_reports_its_own_failure_is_the_cause() -> None:
     assert (table.outcome.cause.peer, table.outcome.cause.report) == ("agent/h0", {"message": "memory is short", "exit_code": 69})
 
 
+def test_an_agent_that_gives_up_a_launcher_that_stood_still_is_not_to_blame() -> None:
+    table = Table(members())
+    table.join_all()
+    table.advance(2)
+    table.now += 2 * TIMEOUTS.lost_s
+    table.take(table.roster.handle_host_ended("h0", "its agent ended with exit code 128", table.now))
+    assert table.outcome is not None
+    assert table.outcome.cause is not None
+    assert f"the launcher itself stood still for {2 * TIMEOUTS.lost_s - TIMEOUTS.heartbeat_s:.0f} s" in table.outcome.cause.reason
+
+
 def test_each_change_is_a_new_version() -> None:
     table = Table(members(workers=2, servers=0, agents=False))
     versions = [table.roster.view().version]

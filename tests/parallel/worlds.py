@@ -25,12 +25,12 @@ class Outcome:
     nbytes: list[Counter[Label]]
 
 
-def on_threads(size: int, function: Callable[[Fabric], Any], *, timeout_s: float = 20.0) -> Outcome:
+def on_threads(size: int, function: Callable[[Fabric], Any], *, timeout_s: float = 60.0) -> Outcome:
     results, world = run_ranks(size, function)
     return Outcome(results, [each.messages for each in world.traffic], [each.nbytes for each in world.traffic])
 
 
-def on_endpoints(size: int, function: Callable[[Fabric], Any], *, timeout_s: float = 20.0) -> Outcome:
+def on_endpoints(size: int, function: Callable[[Fabric], Any], *, timeout_s: float = 60.0) -> Outcome:
     return asyncio.run(_on_endpoints(size, function, timeout_s))
 
 

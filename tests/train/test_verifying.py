@@ -37,7 +37,9 @@ async def test_every_worker_says_what_it_has_compared(grid: str) -> None:
 async def test_without_it_nothing_is_compared() -> None:
     result = await run(topology(verify=False), recipe_of())
     assert not result.errors, result.errors
-    assert not any(recorder.of("verified") for recorder in result.recorders.values())
+    for recorder in result.recorders.values():
+        assert not recorder.of("verified")
+        assert recorder.of("not verified")[0]["reason"] == "[parallel] verify = false"
 
 
 async def test_an_optimizer_of_whole_parameters_ends_the_run_before_it_trains() -> None:

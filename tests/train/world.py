@@ -77,7 +77,7 @@ def topology_of(**sections: Any) -> Topology:
     """Three or four buckets for `network_of`: each more is as many messages again, and most of the time of these tests.
 
     Divided models are compared with the ordinary one only where a test asks for it: it takes as long as twenty steps."""
-    sections["job"] = {"timeout": 20.0, "oversubscribe": True, **sections.get("job", {})}
+    sections["job"] = {"timeout": 60.0, "oversubscribe": True, **sections.get("job", {})}
     sections["compute"] = {"device": "cpu", "threads": 1, "bucket_size": 512, **sections.get("compute", {})}
     sections["parallel"] = {"verify": False, **sections.get("parallel", {})}
     return Topology.model_validate(sections)

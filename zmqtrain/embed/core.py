@@ -7,6 +7,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
 
@@ -22,6 +23,9 @@ from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.source import Shard
 from zmqtrain.embed.device import CallersDevice
 from zmqtrain.embed.feed import Feed, make_feed
+from zmqtrain.embed.grid.begin import begin_alike
+from zmqtrain.embed.grid.meeting import Meetings
+from zmqtrain.embed.grid.model import DividedScript
 from zmqtrain.embed.guards import check_optimizer
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.replicated import Replicated
@@ -33,17 +37,22 @@ from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.membership.common_stop import Here, may_not_stop
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.parallel.gradient_norm import GradientNorm
+from zmqtrain.parallel.network import NetworkFabric
+from zmqtrain.parallel.turns import handing_over
 from zmqtrain.train.checkpoint.saving import send_model, whole_state
 from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.base import Staging
 from zmqtrain.train.device.make import device_named
 from zmqtrain.train.device.streams import StreamStaging
+from zmqtrain.train.divided import make_fabric
 from zmqtrain.train.participant import Participant
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope as StepScope
 from zmqtrain.train.shares import in_step
 from zmqtrain.train.task import check_model
+from zmqtrain.train.verifying import one_of_each
 from zmqtrain.wire.tensor import TensorPayload
 
 T = TypeVar("T")
@@ -61,6 +70,12 @@ class Core:
         self.bridge = Bridge(threading.Condition(), asyncio.get_running_loop().time, timeouts.barrier_s + 2 * timeouts.lost_s)
         self.members = make_members(context)
         self.replicated: Replicated | None = None
+        self.divided: DividedScript | None = None
+        """The replicated model, if the group divides it."""
+        self._fabrics: list[NetworkFabric] = []
+        self._meetings: Meetings | None = None
+        self._whole = False  # the divided model is an ordinary one again
+        self._allow_steps: Callable[[], None] = lambda: None
         self._part: Participant | None = None
         self._calls: Counter[str] = Counter()  # of collectives, by name
         self._calls_since = 0  # the step from which they are counted
@@ -133,9 +148,24 @@ class Core:
             gate_timeout_s=timeouts.barrier_s,
         )
         where = next(model.parameters()).device
-        device = CallersDevice(self.bridge, where, _staging(where))
-        allocate = allocate_in(self.context.arena)
-        replica = TorchReplica(model, optimizer, device, settings, recorder=self.context.recorder, allocate=allocate)
+        divided = self.divided = await self._divide(model, optimizer, served=served) if topology.divided else None
+        opened = nullcontext if divided is None else divided.guard.opened
+        device = CallersDevice(self.bridge, where, _staging(where), opened)
+        with opened():
+            replica = TorchReplica(
+                model if divided is None else divided.parallel,
+                optimizer,
+                device,
+                settings,
+                recorder=self.context.recorder,
+                allocate=allocate_in(self.context.arena),
+                shards=None if divided is None else divided.shards,
+                norm=None if divided is None else GradientNorm(divided.shards, divided.parallel.fabric),
+            )
+        if divided is not None:
+            replica.waiting = handing_over
+            for fabric in self._fabrics:
+                replica.also_abort(fabric.abort)
         exchange = make_exchange(self.context, self.members, whole_updates=True)
         part = Participant(
             self.context,
@@ -147,21 +177,23 @@ class Core:
         )
         first_step = await part.start()
         self._part = part
-        self.replicated = Replicated(
-            replica,
-            exchange,
-            self.bridge,
-            self._scope(),
-            self._other_loops,
-            first_step=first_step,
-            overlap=overlap,
-            served=served,
-            weight=self._weight,
-            ended=self._step_ended,
-            stops=self._stops,
-            stop=self._stop,
-            wait=lambda coroutine, what: self.bridge.call(self.guard(coroutine), what),
-        )
+        with opened():
+            self.replicated = Replicated(
+                replica,
+                exchange,
+                self.bridge,
+                self._scope(),
+                self._other_loops,
+                first_step=first_step,
+                overlap=overlap,
+                served=served,
+                weight=self._weight,
+                ended=self._step_ended,
+                stops=self._stops,
+                stop=self._stop,
+                wait=self._wait_for,
+                divided=divided,
+            )
         self.context.recorder.event(
             "start",
             step=first_step,
@@ -171,6 +203,39 @@ class Core:
         )
         part.stop_point.open(first_step + 1, None)  # not before its first step
         return model, optimizer
+
+    def _wait_for(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """In the caller's thread: what the coroutine returns."""
+        return self.bridge.call(self.guard(coroutine), what)
+
+    async def _divide(self, model: nn.Module, optimizer: Optimizer, *, served: bool) -> DividedScript:
+        """Divide the model over the group, as the topology says; all workers begin with rank 0's."""
+        context = self.context
+        role, placement, timeout_s = context.role, context.placement, context.timeouts.barrier_s
+        members = placement.group_members(role.group)
+        self._meetings = Meetings(Group(context.endpoint, members, role.position, "session/meeting", timeout_s=timeout_s))
+        await begin_alike(model, self._meetings, context, self._together)
+        where = next(model.parameters()).device
+        device = CallersDevice(self.bridge, where, _staging(where))
+        for name in ("grid", "verify"):
+            fabric = make_fabric(context, device, name)
+            assert fabric is not None
+            self._fabrics.append(fabric)
+        grid, verify = self._fabrics
+        meetings, references = self._meetings, one_of_each([placement.role(peer).host for peer in members])
+        return await device.run(
+            lambda: DividedScript(
+                model,
+                optimizer,
+                context.topology,
+                (grid, verify),
+                meetings,
+                self._wait_for,
+                context.recorder,
+                served=served,
+                references=references,
+            )
+        )
 
     async def _stops(self, step: int) -> bool:
         assert self._part is not None
@@ -226,6 +291,8 @@ class Core:
         return await self._together("agree", agree)
 
     def _weight(self) -> float:
+        if self.divided is not None:
+            return 1.0  # outputs' gradients have their weights
         if self._share is None:
             return 1.0 / self.context.placement.group_size
         samples, of = self._share
@@ -234,6 +301,8 @@ class Core:
     def _step_ended(self, step: int, seconds: float, exposed_s: float) -> None:
         self._flush_step()
         samples = self._share[0] if self._share else 0
+        if self.divided is not None and not self.divided.counts:
+            samples = 0
         # A lost worker cannot be asked at the end: then each worker counts for all.
         self._samples += samples * (len(self.members.at(step)) if self.members.survives else 1)
         assert self._part is not None
@@ -267,12 +336,14 @@ class Core:
         return self._replicated("backward()").backward(total, weight)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        parameters = self._replicated("clip_grad_norm_()").whole("session.clip_grad_norm_()")
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        return self._replicated("clip_grad_norm_()").clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         parameters = self._replicated("clip_grad_value_()").whole("session.clip_grad_value_()")
         nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def same(self, tensor: Tensor) -> Tensor:
+        return tensor if self.divided is None else self.divided.parallel.same(tensor)
 
     def _replicated(self, what: str) -> Replicated:
         if self.replicated is None:
@@ -284,6 +355,8 @@ class Core:
         replicated = self._replicated("optimizer.step()")
         if not self.finished:
             self.bridge.call(self.guard(self.finish(early=True)), "the end of the session")
+            if self.divided is not None:
+                self._allow_steps = self.divided.end_steps(self._stop)
         raise RunStopped(replicated.step)
 
     # On the loop's thread.
@@ -332,6 +405,8 @@ class Core:
                 f"this worker replaces one that was lost, and the others, at step {step}, wait for it only from its first step "
                 f"on: on such a worker, skip calls that all workers make together before the loop"
             )
+        if self._meetings is not None:
+            await self._meetings.meet("a call that all workers make together")
         call = f"{what}/{step}/{self._calls[what]}"
         self._calls[what] += 1
         return await self.members.together(call, step, lambda group: run(group, call))
@@ -347,11 +422,15 @@ class Core:
             return
         self._flush_step()
         if self.replicated is not None and self._part is not None:
+            if self._meetings is not None:
+                await self._meetings.meet("the end of the session")
             exchange = self._part.exchange
             await self._other_loops.tell(self.replicated.step, self.replicated.scope.sums)
             self.replicated.check_weights()
             step = await self._part.ended(alike=exchange.synchronous or exchange.averaged)
             await self._part.become_run_model("finish")
+            if self.divided is not None:
+                await self.bridge.compute(self._become_whole)
             await self._leave_model(self.replicated, self._part, step)
             await self._part.stop()
         if early:
@@ -359,6 +438,13 @@ class Core:
         else:
             self.context.recorder.event("finish", step=self._step)
         self.finished = True
+
+    def _become_whole(self) -> None:
+        assert self.divided is not None
+        assert self.replicated is not None
+        self.replicated.detach()
+        self.divided.become_whole()
+        self._whole = True
 
     async def _leave_model(self, replicated: Replicated, part: Participant, step: int) -> None:
         """Save the first worker's model, which is the run's model, in the run directory, if there is one."""
@@ -372,7 +458,8 @@ class Core:
             # 0 if the batches were not the session's.
             samples = int(counts.numpy().max() if self.members.survives else counts.numpy().sum())
             metrics = self._evaluated[1] if self._evaluated[0] == step else {}  # otherwise they belong to an earlier model
-            state = whole_state(replicated.replica.model, copied=False)
+            model = replicated.replica.model if self.divided is None else self.divided.model
+            state = whole_state(model, copied=False)
             about, timeout_s = part.about_model(samples, metrics), self.context.timeouts.barrier_s
             await send_model(self.context.endpoint, step, state, about, alone=True, timeout_s=timeout_s)
 
@@ -381,8 +468,14 @@ class Core:
     async def close(self) -> None:
         """Release the user's model and the loaders' threads, also after an error."""
         self.closed = True
-        if self.replicated is not None:
+        self._allow_steps()
+        self._allow_steps = lambda: None
+        if self.replicated is not None and not self._whole:
             self.replicated.detach()
+        if self.divided is not None and not self._whole:
+            self.divided.leave_divided()
+        for fabric in self._fabrics:
+            await fabric.close()
         for feed in self._feeds[:]:
             await self.end_batches(feed)
         await self.members.stop()

@@ -12,7 +12,7 @@ from zmqtrain.data.source import Shard, source_of
 from zmqtrain.data.stream import StreamLoader, StreamPlace
 from zmqtrain.errors import UsageError
 from zmqtrain.membership.context import RoleContext
-from zmqtrain.train.batches import partition_of, reader_of
+from zmqtrain.train.batches import partition_of, reader_of, same_samples
 from zmqtrain.train.shares import Shares
 
 #: ``agree(mine)``: whether ``mine`` is true on all workers. Every worker must call it equally often.
@@ -93,7 +93,10 @@ def make_feed(
         if topology.elastic:
             raise UsageError("other workers cannot take over a stream in the middle: set [job] elastic = false")
         start, stop = shares.bounds(0)
-        place = StreamPlace(role.index, placement.world_size, start, stop, placement.groups * size)
+        columns = topology.compute.columns
+        place = StreamPlace(
+            role.group * columns + role.position % columns, placement.groups * columns, start, stop, placement.groups * size
+        )
         loader = StreamLoader(source, place, seed, BackgroundThread("zmqtrain-loader"), finish, source.processes)
         return StreamFeed(loader, epoch, agree, size)
     partition = partition_of(source, placement.groups, topology, size)
@@ -103,7 +106,7 @@ def make_feed(
     ordered = Loader(
         Fetch(reader_of(source), finish),
         lambda step: partition.run(step, *shares.bounds(step)),
-        (seed, role.index),
+        (seed, same_samples(context)),
         processes=source.processes,
         epoch_steps=steps,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from zmqtrain.errors import TaskError
 
 #: Attributes of a gradient that are available without its elements.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "is_sparse", "is_cuda", "ndim")),
         *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "is_cpu", "is_meta")),
@@ -42,7 +42,7 @@ class GoneGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _HARMLESS:
+        if func in HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise TaskError(GONE)
 
@@ -75,7 +75,7 @@ class WatchedGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _HARMLESS:
+        if func not in HARMLESS:
             for watched in _watched((*args, *(kwargs or {}).values())):
                 watched.watch.used = True
         with torch._C.DisableTorchFunctionSubclass():
@@ -84,7 +84,7 @@ class WatchedGradient(Tensor):
 
 def plain(gradient: Tensor) -> Tensor:
     """The gradient as an ordinary tensor, without noting a use."""
-    if type(gradient) is not WatchedGradient:
+    if not isinstance(gradient, WatchedGradient):
         return gradient
     with torch._C.DisableTorchFunctionSubclass():
         return gradient.as_subclass(Tensor)
@@ -92,7 +92,7 @@ def plain(gradient: Tensor) -> Tensor:
 
 def _watched(arguments: Iterable[Any]) -> Iterable[WatchedGradient]:
     for argument in arguments:
-        if type(argument) is WatchedGradient:
+        if isinstance(argument, WatchedGradient):
             yield argument
         elif isinstance(argument, list | tuple):
             yield from _watched(argument)

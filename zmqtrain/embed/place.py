@@ -52,6 +52,17 @@ class Place:
         return self._core.context.placement.group_size
 
     @property
+    def column(self) -> int:
+        """The number of this worker's samples in its group: workers with the same number divide the model (``[compute] grid``) and
+        must have the same samples. Without a grid, `position`."""
+        return self.position % self.columns
+
+    @property
+    def columns(self) -> int:
+        """Into how many parts a group divides its samples. Without a grid, `group_size`."""
+        return self._core.context.topology.compute.columns
+
+    @property
     def device(self) -> torch.device:
         """The device for the model."""
         return self._core.device

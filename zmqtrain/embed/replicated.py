@@ -19,10 +19,10 @@ two ways.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from types import MethodType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.train.hooks import OwnHook
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.waiting import together
+
+if TYPE_CHECKING:
+    from zmqtrain.embed.grid.model import DividedScript
 
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, T], str], T]
@@ -67,6 +70,7 @@ class Replicated:
         stops: Callable[[int], Coroutine[Any, Any, bool]],
         stop: Callable[[], None],
         wait: Wait[Any],
+        divided: DividedScript | None = None,
     ) -> None:
         """Make it after the exchange has started.
 
@@ -74,7 +78,7 @@ class Replicated:
         weight of this worker's gradient in its group; the group's weights add up to 1. ``ended(step, seconds, exposed_s)`` is
         called after each step, on the loop's thread. ``stops(step)``: whether the run must stop before this step; then ``stop()``,
         in the caller's thread, ends the session and raises, now and at any later call. ``wait`` waits for a coroutine in the
-        caller's thread."""
+        caller's thread. ``divided``: the model, if its group divides it."""
         self.replica, self.exchange, self.scope = replica, exchange, scope
         self.step = self.first_step = first_step
         self.others = others
@@ -82,7 +86,12 @@ class Replicated:
         self._served = served
         self._stops, self._stop = stops, stop
         self._stopped = False
-        self._whole = WholeGradients(replica, scope, self._wait_for_sum)
+        self._divided = divided
+        self._opened: Callable[[], AbstractContextManager[None]] = nullcontext if divided is None else divided.guard.opened
+        # Of these, workers have parts: what is compared between all is the rest.
+        self._in_parts = {bucket.index for bucket in replica.buckets if bucket.rows is not None}
+        self._names_in_parts = {name for bucket in replica.buckets if bucket.rows is not None for name in bucket.names}
+        self._whole = WholeGradients(replica, scope, self._wait_for_sum, divided)
         self._guards = Guards(replica, served=served)
         self._watched_until = first_step + WATCHED_STEPS
         self._decided = overlap is not None or not exchange.exchanges(first_step)
@@ -136,7 +145,11 @@ class Replicated:
         return self.replica.parameters
 
     def detach(self) -> None:
-        """Restore the model and the optimizer to their original form."""
+        """Restore the model and the optimizer to their original form. Idempotent."""
+        with self._opened():
+            self._detach()
+
+    def _detach(self) -> None:
         self.replica.release()
         self._guards.release()
         self._whole.release_hooks()
@@ -151,7 +164,16 @@ class Replicated:
     def check_weights(self) -> None:
         """Raise `TaskError` if weights were changed by hand and the change would be lost. Call it while the caller's thread
         waits."""
-        self._guards.check_weights(sampled=self._returns)
+        with self._opened():
+            self._guards.check_weights(sampled=self._returns)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """See `zmqtrain.embed.session.Session.clip_grad_norm_`."""
+        self.whole("session.clip_grad_norm_()")
+        if self._divided is not None:
+            self._divided.meet("a norm of gradients")
+        with self._opened():
+            return self.replica.clip_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def backward(self, total: Tensor, weight: Tensor | float) -> float:
         """``total`` is the sum of this worker's losses, of which ``weight`` is the number (or the sum of weights): backward of the
@@ -162,6 +184,9 @@ class Replicated:
         if not sums[1] > 0:
             raise TaskError(f"session.backward(total, weight): the weights of all workers add up to {sums[1]:g}")
         share = self._weight()  # divided out, because the gradient is multiplied by it later
+        if self._divided is not None:  # workers with the same samples have all been counted
+            share = self._divided.weight
+            sums = [each / self._divided.rows for each in sums]
         (total * (self.scope.groups / sums[1] / share if share else 0.0)).backward()  # type: ignore[no-untyped-call]
         return float(sums[0] / sums[1])
 
@@ -202,7 +227,7 @@ class Replicated:
             if not self.held:
                 self._begin_overlapped()
             elif not self._decided and not self._backwards:
-                self._asked |= any(each.grad is not None and bool(each.grad.any()) for each in self.replica.parameters)
+                self._asked |= any(each.grad is not None and bool(plain(each.grad).any()) for each in self.replica.parameters)
         if self.held:
             self._whole.arriving(name, parameter)
         elif parameter.grad is self._gone[name]:
@@ -232,15 +257,19 @@ class Replicated:
         self._weights = self._sample()
 
     def _sample(self) -> tuple[float, float]:
-        return (0.0, 0.0) if self.scope.alone else sum_and_norm([self.replica.memory.sample_parameters()])
+        return (0.0, 0.0) if self.scope.alone else sum_and_norm([self.replica.memory.sample_parameters(without=self._in_parts)])
 
     def _is_left(self, name: str, parameter: nn.Parameter) -> bool:
         gradient = parameter.grad
         if gradient is None:
             return False
-        return gradient is self._gone[name] or bool(gradient.any())
+        return gradient is self._gone[name] or bool(plain(gradient).any())
 
     def _backward_ended(self) -> None:
+        with self._opened():
+            self._end_backward()
+
+    def _end_backward(self) -> None:
         self._in_backward = False
         if self.held:
             self._backwards += not self._only_adding
@@ -262,18 +291,22 @@ class Replicated:
         def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if self._updating:
                 return None if self._updated else step_before()
+            if self._divided is not None and not self._stopped:
+                self._divided.meet("optimizer.step()", [self.step])
             self_._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look at it
             if closure is not None:
                 return self._step_with(closure, step_before)
-            self.end_step()
+            with self._opened():
+                self.end_step()
             return None
 
         @wraps(zero_before)
         def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
-            if self.held:
-                zero_before(set_to_none)
-            else:
-                self._zero_overlapped(set_to_none)
+            with self._opened():
+                if self.held:
+                    zero_before(set_to_none)
+                else:
+                    self._zero_overlapped(set_to_none)
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
@@ -345,16 +378,18 @@ class Replicated:
         replica.without, replica.zeros_count = frozenset(own.keys() - gradients.keys()), True
         self._guards.check_unused(replica.without)
         # All workers have the same gradient, and the exchange sums over a group: so each contributes a part of it.
-        replica.divisor = scope.group.size / scope.groups
-        replica.memory.fill_gradients(gradients)
+        replica.divisor = scope.group.size / scope.groups if self._divided is None else 1.0
+        each = [scope.groups / bucket.sharers(scope.group).size for bucket in replica.buckets]
+        replica.memory.fill_gradients(gradients, 1.0 if self._divided is None else each)
         state.weights = self._sample()
         if not scope.alone:
-            state.without = checksum(sorted(replica.without))
-            state.gradients = sum_and_norm(list(gradients.values())) if gradients else (0.0, 0.0)
+            state.without = checksum(sorted(replica.without - self._names_in_parts))
+            alike = [gradient for name, gradient in gradients.items() if name not in self._names_in_parts]
+            state.gradients = sum_and_norm(alike) if alike else (0.0, 0.0)
         if not self._decided:
             watch = self._whole.watch
             used = watch is not None and watch.used
-            replaced = any(gradient is not None and type(gradient) is not WatchedGradient for gradient in own.values())
+            replaced = any(gradient is not None and not isinstance(gradient, WatchedGradient) for gradient in own.values())
             changed = self._served and state.settings != self._settings
             self._asked |= used or replaced or changed or self._backwards != 1 or self._whole.incomplete
             state.holds = self._asked
@@ -396,6 +431,8 @@ class Replicated:
         the same step."""
         if self._served:
             raise TaskError(f"model servers run the optimizer, so optimizer.step(closure) is not possible: use {LOCAL}")
+        if self._divided is not None:
+            raise TaskError("optimizer.step(closure) is not possible with a model that [compute] grid divides: remove grid")
         if self.replica.settings.clip_norm:
             raise TaskError(
                 "optimizer.step(closure) with [optimizer] clip_norm: clip in the closure with "
@@ -430,12 +467,12 @@ class Replicated:
 
     def _watch_on(self, hold: bool) -> None:
         """A watched step is over. ``hold``: the loop needs held gradients."""
-        for parameter in self.replica.parameters:
-            if parameter.grad is not None:
-                parameter.grad = plain(parameter.grad)
+        self._whole.unwatch()
         if hold or self.step >= self._watched_until:
-            self._decided, self._whole.watch = True, None
+            self._decided = True
             self._hold(hold)
+        else:
+            self._whole.watch = Watch()
 
     # On the loop's thread.
 

@@ -29,11 +29,19 @@ class Scope:
     def alone(self) -> bool:
         return self.group.size == 1
 
-    async def sum(self, payloads: Sequence[Payload]) -> None:
+    async def sum(self, payloads: Sequence[Payload], among: Sequence[Group] | None = None) -> None:
         """Sum each payload, in place; the result has the same bits on all. Every worker must call it, with payloads of the same
-        sizes."""
+        sizes.
+
+        ``among``: the workers that sum each payload, if not all do (`zmqtrain.exchange.base.Bucket.sharers`)."""
         self.sums = number = self.sums + 1
-        await together(*(all_reduce(self.group, payload, ("sum", number, index)) for index, payload in enumerate(payloads)))
+        groups = among or [self.group] * len(payloads)
+        await together(
+            *(
+                all_reduce(group, payload, ("sum", number, index))
+                for index, (group, payload) in enumerate(zip(groups, payloads, strict=True))
+            )
+        )
 
     async def sum_numbers(self, *numbers: float) -> list[float]:
         """The sums of these numbers over all workers."""

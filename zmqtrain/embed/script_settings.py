@@ -13,10 +13,10 @@ def check_script(topology: Topology, *, resume: str | None) -> None:
     asked = {"steps": job.steps, "until": job.until, "epochs": job.epochs != 1 and job.epochs, "eval_every": job.eval_every}
     if given := [name for name, value in asked.items() if value]:
         raise UsageError(f"[job] {given[0]} is for tasks: a script decides itself when its loop ends. Remove it")
-    if topology.compute.grid == "auto" or topology.divided:
+    if topology.compute.grid == "auto":
         raise UsageError(
-            "a script's own loop sees whole parameters and gradients (to clip them, for a penalty, to save them), so "
-            "[compute] grid cannot divide its model: make it a task, which [optimizer] clip_norm can clip, or remove grid"
+            '[compute] grid = "auto" is for tasks, whose model can be profiled before the run: write a grid, like '
+            f'"2x{max(1, topology.compute.group_size // 2)}", and a plan for a script (zmqtrain plan finds them for a task)'
         )
     if resume is not None:
         raise UsageError(

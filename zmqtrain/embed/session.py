@@ -55,6 +55,9 @@ class Session(Place):
         the loop needs. With True, ``optimizer.step()`` does not wait for the parameters either: the next forward does, layer by
         layer; call `settle` before you read parameters in any other way.
 
+        With ``[compute] grid`` the group divides the model: until the session ends, each worker has parts of the parameters, and
+        all workers of a group must call the model together (docs/sessions.md).
+
         Returns the same two objects. Every worker must call it once per session, with models and optimizers of the same kind.
         Raises `TaskError` and `UsageError` for what cannot be trained correctly.
         """
@@ -123,6 +126,11 @@ class Session(Place):
         """
         self._wait(_call(partial(self._core.report, kind, values)), "report()")
 
+    def same(self, tensor: Tensor) -> Tensor:
+        """A tensor without samples, for the model's forward: a mask of (times, times), the same on every worker. Needed only if a
+        group divides the model (``[compute] grid``); otherwise it is the tensor itself."""
+        return self._core.same(tensor)
+
     def barrier(self) -> None:
         """Wait until all workers have called this."""
         self._wait(self._core.barrier(), "barrier()")
@@ -189,6 +197,10 @@ class AsyncSession(Place):
     def report(self, kind: str = "step", /, **values: Number) -> None:
         """Like `Session.report`."""
         self._core.report(kind, values)
+
+    def same(self, tensor: Tensor) -> Tensor:
+        """As `Session.same`."""
+        return self._core.same(tensor)
 
     async def barrier(self) -> None:
         """Wait until all workers have called this."""

@@ -8,7 +8,7 @@ tensor, which the user may read, change, keep or set to None.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from zmqtrain.errors import TaskError
 from zmqtrain.train.hooks import OwnHook
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.wire.tensor import TensorPayload
+
+if TYPE_CHECKING:
+    from zmqtrain.embed.grid.model import DividedScript
 
 
 class _AdoptedHook:
@@ -34,12 +37,21 @@ class _AdoptedHook:
 class WholeGradients:
     """The whole gradients of one replica. All methods in the caller's thread."""
 
-    def __init__(self, replica: TorchReplica, scope: Scope, wait: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-        """``wait``: waits for a sum."""
-        self._replica, self._scope, self._wait = replica, scope, wait
+    def __init__(
+        self,
+        replica: TorchReplica,
+        scope: Scope,
+        wait: Callable[[Coroutine[Any, Any, None]], None],
+        divided: DividedScript | None = None,
+    ) -> None:
+        """``wait``: waits for a sum. ``divided``: the model, if its group divides it."""
+        self._replica, self._scope, self._wait, self._divided = replica, scope, wait, divided
+        # A worker may have nothing of a divided parameter; all name the same ones.
+        self._names = list(replica.named) if divided is None else divided.trained
+        self._among = [scope.group, *(bucket.sharers(scope.group) for bucket in replica.buckets)]
         self._before: dict[str, Tensor | None] = {}  # the value of grad before this backward reached the parameter
         self._own: dict[str, Tensor] = {}  # this worker's part, not summed yet
-        self._has = torch.zeros(len(replica.named))
+        self._has = torch.zeros(len(self._names))
         self.watch: Watch | None = None
         """Whether a watched gradient was used, if gradients are watched."""
 
@@ -84,15 +96,16 @@ class WholeGradients:
     def _sum(self, own: dict[str, Tensor], factor: float) -> None:
         replica, scope = self._replica, self._scope
         replica.memory.fill_gradients(own, factor)
-        self._has = torch.tensor([float(name in own) for name in replica.named])
+        self._has = torch.tensor([float(name in own or name not in replica.named) for name in self._names])
         if not scope.alone:
             payloads = [TensorPayload.of(self._has), *(bucket.gradients for bucket in replica.buckets)]
-            self._wait(scope.sum(payloads))
+            self._wait(scope.sum(payloads, self._among))
             replica.memory.fetch_gradients(1.0 / scope.groups)
         views = replica.memory.gradient_views()
-        for (name, parameter), has in zip(replica.named.items(), self._has.tolist(), strict=True):
-            if not has:
+        for name, has in zip(self._names, self._has.tolist(), strict=True):
+            if not has or name not in replica.named:
                 continue
+            parameter = replica.named[name]
             whole = torch.empty_like(views[name]).copy_(views[name])
             for hook in list((parameter._backward_hooks or {}).values()):
                 if isinstance(hook, _AdoptedHook) and (changed := hook.hook(whole)) is not None:
@@ -100,7 +113,21 @@ class WholeGradients:
             if parameter.grad is not None:
                 plain(parameter.grad).add_(whole)
             else:
-                parameter.grad = whole if self.watch is None else WatchedGradient.of(whole, self.watch)
+                parameter.grad = self._shown(name, whole)
+
+    def _shown(self, name: str, whole: Tensor) -> Tensor:
+        """The gradient as the loop may see it."""
+        part = None if self._divided is None else self._divided.part_of(whole, self.watch, name)
+        if part is not None:
+            return part
+        return whole if self.watch is None else WatchedGradient.of(whole, self.watch)
+
+    def unwatch(self) -> None:
+        """Let the loop's gradients be ordinary tensors again, but for those of which this worker has parts."""
+        self.watch = None
+        for name, parameter in self._replica.named.items():
+            if parameter.grad is not None:
+                parameter.grad = self._shown(name, plain(parameter.grad))
 
     def adopt_hooks(self) -> bool:
         """Call the user's hooks on parameters with whole gradients. Returns whether there are new hooks."""

@@ -7,7 +7,7 @@ the manifest (the packed list of tensors and the sidecar, as bytes), then each t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,12 +122,13 @@ async def fetch_part(
     *,
     timeout_s: float,
     into: Mapping[str, Payload] | None = None,
+    keep: Callable[[str, Payload], Payload] | None = None,
     coordinator: PeerId = COORDINATOR,
 ) -> Part | None:
     """This role's part of the checkpoint from which the run is resumed; ``None`` if it starts afresh.
 
-    Tensors named by ``into`` are received in that memory, so that they need no second copy. Raises `CheckpointError` if one does
-    not fit.
+    Tensors named by ``into`` are received in that memory, so that they need no second copy. ``keep(name, tensor)``: what is kept of
+    each of the others, which come one after another. Raises `CheckpointError` if one does not fit.
     """
     answer = await endpoint.request(coordinator, OPEN_PART, name, timeout=timeout_s)
     if answer.meta is None:
@@ -145,6 +146,7 @@ async def fetch_part(
         received = await endpoint.receive(coordinator, (RESUME, name), into=target)
         if target is None:  # the transport may own the received memory
             received = _copy(received, shape)
+            received = received if keep is None else keep(tensor, received)
         tensors[tensor] = received
     return Part(name, answer.meta, tensors, sidecar)
 

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import msgpack
 
-from zmqtrain.death import die_with_parent
+from zmqtrain.death import adopt_descendants, die_with_parent, end_descendants, end_group, outlive_parent
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
 
@@ -35,6 +35,8 @@ LARGEST_MESSAGE = 1 << 20
 ENTRY = "zmqtrain.launcher.child:main"
 #: The variable with the file descriptor of a channel at whose other end a fork server is or will be (`zmqtrain.launcher.zygote`).
 ADOPTED = "ZMQTRAIN_FORK_CHANNEL"
+#: Seconds that a server may take to end the processes that are left.
+END_S = 5.0
 _READY = 0
 
 
@@ -100,11 +102,10 @@ class ForkServer:
         loop.add_reader(ours.fileno(), self._read)
 
     async def __aexit__(self, *_exc: object) -> None:
+        serving = self._ready is not None and self._ready.done()
         self._close()
         if self._process is not None:
-            if self._process.returncode is None:
-                self._process.kill()
-            await self._process.wait()
+            await ended_by_itself(self._process, END_S if serving else 0.0)
 
     async def pid(self) -> int:
         """The server's process, once it is ready. Raises `HostLostError` if it died before that."""
@@ -181,6 +182,18 @@ class ForkServer:
         self._children.clear()
 
 
+async def ended_by_itself(process: asyncio.subprocess.Process, patience_s: float) -> None:
+    """Wait for the end of a server whose channel was closed, which first ends the processes below it; after ``patience_s`` seconds
+    kill it."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(patience_s):
+            await process.wait()
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
 def _died() -> HostLostError:
     return HostLostError(
         "the process that starts roles (zmqtrain.launcher.forkserver) has died; it may have been killed "
@@ -192,7 +205,8 @@ def _died() -> HostLostError:
 
 
 def serve(channel: socket.socket, entry: Callable[[int], int]) -> None:
-    """Fork for every request until the other side closes; then kill all children that are left."""
+    """Fork for every request until the other side closes; then kill all processes that are left, also those that children have
+    started."""
     children: dict[int, int] = {}  # pid -> number of the request
 
     def become(message: bytes, files: list[int]) -> NoReturn:
@@ -203,12 +217,18 @@ def serve(channel: socket.socket, entry: Callable[[int], int]) -> None:
         channel.send(msgpack.packb([number, pid, None]))
 
     def ended(pid: int, status: int) -> None:
-        channel.send(msgpack.packb([children.pop(pid), pid, os.waitstatus_to_exitcode(status)]))
+        number = children.pop(pid, None)  # there is none for a process that was adopted
+        if number is not None:
+            channel.send(msgpack.packb([number, pid, os.waitstatus_to_exitcode(status)]))
 
-    channel.send(msgpack.packb([_READY, os.getpid(), None]))
-    fork_for_messages(channel, become, files=2, forked=forked, ended=ended)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
+    adopt_descendants()
+    outlive_parent()  # whose end closes the channel
+    try:
+        with suppress(ConnectionError):  # the other side has closed
+            channel.send(msgpack.packb([_READY, os.getpid(), None]))
+            fork_for_messages(channel, become, files=2, forked=forked, ended=ended)
+    finally:
+        end_descendants()
 
 
 def fork_for_messages(
@@ -257,11 +277,14 @@ def fork_for_messages(
 def _reap(ended: Callable[[int, int], None]) -> None:
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            # It is looked at before it is reaped: until then no other process can have its number, or its group's.
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if pid == 0:
+        if found is None:
             return
+        end_group(found.si_pid)  # what it has started itself
+        pid, status = os.waitpid(found.si_pid, 0)
         ended(pid, status)
 
 
@@ -274,6 +297,7 @@ def _become(environ: Mapping[str, str], output: int, report: int, entry: Callabl
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops everything in order
         die_with_parent(int(os.environ["ZMQTRAIN_FORKSERVER_PID"]))
+        os.setpgid(0, 0)  # what it starts itself ends with it
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)

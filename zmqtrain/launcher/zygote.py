@@ -17,14 +17,23 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NoReturn, Self
 
 import msgpack
+import psutil
 
 from zmqtrain.death import die_with_parent
 from zmqtrain.errors import HostLostError
-from zmqtrain.launcher.forkserver import ADOPTED, ENTRY, LARGEST_MESSAGE, fork_for_messages, import_entry, serve
+from zmqtrain.launcher.forkserver import (
+    ADOPTED,
+    END_S,
+    ENTRY,
+    LARGEST_MESSAGE,
+    ended_by_itself,
+    fork_for_messages,
+    import_entry,
+    serve,
+)
 from zmqtrain.launcher.namespaces import enter_network
 from zmqtrain.launcher.signals import heed_no_preemption
 
@@ -42,6 +51,7 @@ class Zygote:
         self._entry = entry
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
+        self._asked = False  # for a fork server
 
     async def __aenter__(self) -> Self:
         inherited = os.environ.pop(RUNNING, None)
@@ -63,11 +73,8 @@ class Zygote:
         """End the process, and all fork servers that are left."""
         assert self._socket is not None
         self._socket.close()  # one that was inherited ends by itself
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+        if self._process is not None:
+            await ended_by_itself(self._process, END_S if self._asked else 0.0)
 
     @property
     def pid(self) -> int:
@@ -81,6 +88,7 @@ class Zygote:
         Raises `HostLostError` if the process has died.
         """
         assert self._socket is not None
+        self._asked = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -117,8 +125,9 @@ def serve_launcher(requests: socket.socket, entry: Callable[[int], int]) -> None
     def become(_message: bytes, files: list[int]) -> NoReturn:
         _become(files[0], parent, entry)
 
-    # Fork servers that are left at the end die with this process.
     fork_for_messages(requests, become, files=1, forked=lambda *_: None, ended=lambda *_: None)
+    # Fork servers that are left end with their agents, and first the processes below them.
+    psutil.wait_procs(psutil.Process().children(), timeout=END_S)
 
 
 def _become(file: int, parent: int, entry: Callable[[int], int]) -> NoReturn:

@@ -77,6 +77,7 @@ class Roster:
         self._complete = False
         self._join_deadline = now + timeouts.join_s
         self._last_tick = now
+        self._stood_still = (float("-inf"), 0.0)  # when this process had last stood still, and for how long
         self._end_deadline: float | None = None
         self._end_reason = ""
 
@@ -313,7 +314,8 @@ class Roster:
             self._members.remove(peer)
             return []
         if entry.member.kind == "agent":
-            return self._lose(entry, reason, HostLostError(f"lost the host {entry.member.host}: {reason}"), now)
+            why = self._why_an_agent_is_gone(entry.member.host, reason, now)
+            return self._lose(entry, why, HostLostError(f"lost the host {entry.member.host}: {why}"), now)
         vouched_for = entry.member.host in self._members.agents
         if vouched_for and not (self._elastic and self.state is State.RUNNING and entry.member.kind == "worker"):
             return []  # the run cannot continue without it, and its agent reports whether its process has ended
@@ -327,7 +329,8 @@ class Roster:
         entry = self._members.agents.get(host)
         if entry is None or entry.gone or self.state is State.ENDED:
             return []
-        return self._lose(entry, reason, HostLostError(f"lost the host {host}: {reason}"), now)
+        why = self._why_an_agent_is_gone(host, reason, now)
+        return self._lose(entry, why, HostLostError(f"lost the host {host}: {why}"), now)
 
     # Time ---------------------------------------------------------------------------------------------------------------------
 
@@ -347,11 +350,7 @@ class Roster:
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
-        stood_still = now - self._last_tick - self._timeouts.heartbeat_s
-        self._last_tick = now
-        if self._heard and stood_still > self._timeouts.lost_s / 2:
-            # This process was suspended (a sleeping machine, a stopped process): the agents' messages wait unread.
-            self._heard = dict.fromkeys(self._heard, now)
+        self._look_at_the_clock(now)
         actions: list[Action] = []
         for host, heard in list(self._heard.items()):
             if now >= heard + self._timeouts.lost_s and self.state is not State.ENDED:
@@ -363,6 +362,23 @@ class Roster:
         if self._end_deadline is not None and now >= self._end_deadline:
             actions += self._time_is_up(now)
         return actions
+
+    def _look_at_the_clock(self, now: float) -> None:
+        """Notice that this process was suspended (a sleeping machine, a stopped process): the agents' messages wait unread."""
+        stood_still = now - self._last_tick - self._timeouts.heartbeat_s
+        self._last_tick = now
+        if self._heard and stood_still > self._timeouts.lost_s / 2:
+            self._heard = dict.fromkeys(self._heard, now)
+            self._stood_still = (now, stood_still)
+
+    def _why_an_agent_is_gone(self, host: str, reason: str, now: float) -> str:
+        """``reason``, or that this process was silent for so long that the agent has given up the run."""
+        self._look_at_the_clock(now)
+        when, seconds = self._stood_still
+        if now > when + self._timeouts.request_s:
+            return reason
+        stood = f"the launcher itself stood still for {seconds:.0f} s (stopped, or its machine asleep)"
+        return f"{stood}, and {host} gave it up: {reason}"
 
     # What follows -------------------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,9 @@ class DoorMonitor:
         self._origins: dict[int, str | None] = {}  # connection's descriptor -> origin; None: not looked up yet
         self._failed: Intrusion | None = None  # what the next connection that ends has done
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-        events |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        events |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        if encrypted:  # in plain text this means only that a connection broke early, as members' do when this process is too busy
+            events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         # Strangers must not be able to wake this process as often as they like.
         self._monitor = Monitor(loop, router, events, self._heard, pause_s=PAUSE_S)
 

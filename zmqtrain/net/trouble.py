@@ -39,7 +39,7 @@ class Trouble(Enum):
 class Intrusion(Enum):
     """What is wrong with a caller that is not admitted."""
 
-    NO_TOKEN = "without the run's token, or disconnected before they showed it"
+    NO_TOKEN = "without the run's token"
     NO_KEY = "in plain text, or disconnected before they sent anything"
     WRONG_KEY = "for a process with another key"
     UNLISTED = "with a key that is not on the list"

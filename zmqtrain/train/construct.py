@@ -26,6 +26,8 @@ def divided_model(
     Large tensors are made one after another and cut at once, so that this needs the memory of the part and of one tensor. A model
     that cannot be made so is made whole first, and an event `made whole` says why. Raises `TaskError` and `UsageError`. Called in
     the compute thread, in a `turn`."""
+    if not topology.parallel.verify:
+        recorder.event("not verified", reason="[parallel] verify = false")
     reason: str | None = None
     if _has_rows(topology):
         seed_everything(topology.job.seed)

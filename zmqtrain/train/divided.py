@@ -26,6 +26,7 @@ from zmqtrain.parallel.shard import Shard, gather_state, gathered
 from zmqtrain.parallel.turns import turn
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.base import Device
+from zmqtrain.train.hooks import OwnHook
 from zmqtrain.train.rows import share_of
 from zmqtrain.train.task import Measure
 
@@ -82,7 +83,7 @@ def divide(
     for name, parameter in divided.named_parameters():
         share = share_of(shards[name], fabric.size)
         if share != 1.0 and parameter.requires_grad:
-            parameter.register_hook(_times(share))  # type: ignore[no-untyped-call]
+            parameter.register_hook(OwnHook(_times(share)))  # type: ignore[no-untyped-call]
     return divided
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,10 +73,11 @@ class ReplicaMemory:
         """Views of each parameter's gradient in its bucket, by name, in the parameter's shape."""
         return dict(self._gradients())
 
-    def fill_gradients(self, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """Copy ``gradients`` (by name, in the parameters' shapes), times ``factor``, to where the network sees them; missing ones
-        are zeros."""
-        for held in self.buckets:
+    def fill_gradients(self, gradients: Mapping[str, Tensor], factors: Sequence[float] | float = 1.0) -> None:
+        """Copy ``gradients`` (by name, in the parameters' shapes), times ``factors`` (of each bucket, or one for all), to where the
+        network sees them; missing ones are zeros."""
+        each = [factors] * len(self.buckets) if isinstance(factors, int | float) else factors
+        for held, factor in zip(self.buckets, each, strict=True):
             for name, view in zip(held.plan.names, held.views, strict=True):
                 gradient = gradients.get(name)
                 if gradient is None:
@@ -141,9 +142,12 @@ class ReplicaMemory:
                     replaced.append(name)
         return replaced
 
-    def sample_parameters(self, most: int = 64) -> Tensor:
-        """A few elements of each bucket of parameters, always the same ones: one dimension, float64."""
-        return torch.cat([held.parameters[:: -(-held.parameters.numel() // most)].double() for held in self.buckets])
+    def sample_parameters(self, most: int = 64, *, without: Collection[int] = ()) -> Tensor:
+        """A few elements of each bucket of parameters (not of those ``without``), always the same ones: one dimension, float64."""
+        flats = [held.parameters for number, held in enumerate(self.buckets) if number not in without]
+        if not flats:
+            return torch.zeros(0, dtype=torch.float64)
+        return torch.cat([flat[:: -(-flat.numel() // most)].double() for flat in flats])
 
     def flat_parameters(self) -> list[Tensor]:
         """Each bucket's parameters: one dimension, the bucket's dtype."""

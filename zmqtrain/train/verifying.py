@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.nested import PLAIN, leaves, mapped
@@ -24,7 +25,7 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.memory_kept import returning_blocks
 from zmqtrain.train.divided import parallel_model, share_of_model
 from zmqtrain.train.random_state import seed_everything
-from zmqtrain.train.task import Task, build_model, build_optimizer, user_code
+from zmqtrain.train.task import Measure, Task, build_model, build_optimizer, user_code
 
 #: Samples of each column, at least: batch norm needs more than one.
 SAMPLES = 2
@@ -54,16 +55,43 @@ def verify_task(
 
     Raises `zmqtrain.errors.DifferentModelError`, `TaskError`, and `NotComparable`, each on all workers of the group.
     """
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        return build_optimizer(task, model, topology)[0]
+
+    def divide() -> ParallelModel:
+        return ordinary.divided(device, lambda model, tape: parallel_model(model, topology, fabric, tape=tape))
+
+    return verify_model(
+        lambda: ordinary(device), divide, task.loss, optimizer, topology, fabric, grid, batch, device, references=references
+    )
+
+
+def verify_model(
+    make: Callable[[], nn.Module],
+    divide: Callable[[], ParallelModel],
+    loss: Measure,
+    optimizer: Callable[[nn.Module], Optimizer] | None,
+    topology: Topology,
+    fabric: Fabric,
+    grid: Grid,
+    batch: Batch,
+    device: torch.device,
+    *,
+    references: tuple[int, ...] = (),
+) -> Verified:
+    """The same for any model, loss (a mean over samples) and optimizer. ``make`` gives an equal ordinary model at each call, and
+    ``divide`` this worker's part of one."""
     try:
         with returning_blocks(_RETURNED_BYTES), user_code("the divided model, compared with the ordinary one,"):
             given = _whole_batch(fabric, grid, batch)
             case = Case(
-                make=lambda: ordinary(device),
-                divide=lambda: ordinary.divided(device, lambda model, tape: parallel_model(model, topology, fabric, tape=tape)),
+                make=make,
+                divide=divide,
                 batch=given,
-                loss=task.loss,
-                optimizer=lambda any_model: build_optimizer(task, any_model, topology)[0],
-                share=lambda divided, samples: share_of_model(divided, samples, task.loss),
+                loss=loss,
+                optimizer=optimizer,
+                share=lambda divided, samples: share_of_model(divided, samples, loss),
                 seed=topology.job.seed,
                 local_statistics=topology.parallel.statistics == "local",
                 dtype=torch.float64,

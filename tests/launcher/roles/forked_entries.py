@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -23,6 +24,12 @@ def main(report: int) -> int:
         raise RuntimeError("nobody has caught this")
     elif todo == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif todo == "start others":
+        for moved in (False, True):
+            other = subprocess.Popen(
+                ["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=moved
+            )
+            print(other.pid, flush=True)
     elif todo == "sleep":
         print("ready", flush=True)
         time.sleep(600)

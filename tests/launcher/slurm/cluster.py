@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import PATIENCE_S
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 
 NODES = ("n1", "n2")
 CPUS = 2
-_PATIENCE_S = 60.0
 _CONFIGURATION = """
 ClusterName=trial
 SlurmctldHost={host}({address})
@@ -108,7 +108,7 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command of Slurm to its end."""
         return subprocess.run(
-            words, env={**self.environ, **(more or {})}, cwd=folder, capture_output=True, text=True, timeout=_PATIENCE_S
+            words, env={**self.environ, **(more or {})}, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
         )
 
     def job(self, number: str) -> dict[str, str]:
@@ -127,7 +127,7 @@ class Cluster:
 
     def left(self) -> list[str]:
         """Command lines of what stays in the nodes."""
-        end = time.monotonic() + _PATIENCE_S / 4
+        end = time.monotonic() + PATIENCE_S / 4
         while (processes := self.processes()) and time.monotonic() < end:
             psutil.wait_procs(processes, timeout=0.2)
         return [" ".join(process.cmdline()) for process in processes]
@@ -137,7 +137,7 @@ class Cluster:
         for daemon in reversed(self._daemons):
             daemon.kill()
             daemon.wait()
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + PATIENCE_S
         while (processes := self._all()) and time.monotonic() < end:
             for process in processes:
                 with suppress(psutil.NoSuchProcess):
@@ -174,7 +174,7 @@ class Cluster:
 
     def _until(self, what: str, happens: object) -> None:
         assert callable(happens)
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + PATIENCE_S
         while not happens():
             logs = {path.name: path.read_text()[-800:] for path in self.folder.glob("*.log")}
             assert time.monotonic() < end, f"{what} does not come: {logs}"

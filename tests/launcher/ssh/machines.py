@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import PATIENCE_S
 from zmqtrain.launcher.namespaces import NoNamespacesError
 from zmqtrain.testing import machines as made_by
-
-_PATIENCE_S = 20.0
 
 
 class Machines(made_by.Machines):
@@ -68,7 +67,7 @@ class Machines(made_by.Machines):
 
     def left(self) -> list[str]:
         """Command lines of processes that stay in the machines, but for sshd's own; and folders of runs."""
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + PATIENCE_S
         while True:
             processes = [process for name in self.names for process in self.processes(name)]
             if not processes or time.monotonic() > end:

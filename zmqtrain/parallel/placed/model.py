@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.hooks import RemovableHandle
 
 from zmqtrain.errors import UsageError
 from zmqtrain.events import NullRecorder, Recorder
@@ -147,15 +148,30 @@ class ParallelModel(nn.Module):
         self._recomputing: ExitStack | None = None
         self.keeps_divided = False
         """Whether a forward in training returns a `Placed`, where the last layer has left its outputs divided over the rows."""
+        self.gives_columns = False
+        """Whether outputs are always of the column's samples, on all its rows, also where the last layer is batch-parallel, or has
+        made samples and time one dimension."""
+        self._runs: Callable[..., Any] = model.__call__
         for name, child in model._modules.items():  # named_children() leaves second names out
             self.add_module(name, child)
         for name, parameter in model.named_parameters(recurse=False, remove_duplicate=False):
             self.register_parameter(name, parameter)
         for name, buffer in model.named_buffers(recurse=False, remove_duplicate=False):
             self.register_buffer(name, buffer, persistent=name not in model._non_persistent_buffers_set)
+        self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(_Entering(world, name, self._entry(module, name)))
-            module.register_forward_hook(_Leaving(world), always_call=True)
+            self._hooks.append(module.register_forward_pre_hook(_Entering(world, name, self._entry(module, name))))
+            self._hooks.append(module.register_forward_hook(_Leaving(world), always_call=True))
+
+    def run_by(self, forward: Callable[..., Any]) -> None:
+        """Let ``forward`` be called for the model's own forward, instead of the model, whose hooks are called elsewhere."""
+        self._runs = forward
+
+    def release(self) -> None:
+        """Remove what was added to the modules of the model, which is not divided any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _entry(self, module: nn.Module, name: str) -> Assigned | None:
         """Where a module that is planned as one layer takes its input, so that the sums within it lie there, too."""
@@ -232,7 +248,7 @@ class ParallelModel(nn.Module):
         given = map_tensors((inputs, named), lambda value: self._given(value, broadcast=due))
         # What is computed again in backward is computed to its end: ranks without anything in their strips save fewer tensors.
         with self._drawing(), self._swap.during(), set_checkpoint_early_stop(False):
-            output = self._inner[0](*given[0], **given[1])
+            output = self._runs(*given[0], **given[1])
         map_tensors(output, self._await_backward)
         if self.keeps_divided and self.training and isinstance(output, Placed) and output.divided is not None:
             self.output_samples = "columns"
@@ -291,15 +307,17 @@ class ParallelModel(nn.Module):
         if there.sample_dimension is None and value.dim() and value.shape[0] == self.batch.size:
             self.output_samples = "columns"
             return to_local(value, laid(self.grid), world, layer="output")
-        if there.sample_dimension is None or there.sample_unit != 1:
+        unit = there.sample_unit
+        if there.sample_dimension is None or (unit != 1 and not self.gives_columns):
             whole = world.whole_of(self.grid)
             columns = laid(self.grid, sample_dimension=None, summands="row")  # each column's loss has its own part in it
             return to_local(value, whole, world, gradient=columns, layer="output")
         target = there
-        if there.divided is not None or there.grid != self.grid or there.summands != "none":
-            first = laid(there.grid, there.samples, sample_dimension=there.sample_dimension)
+        shared = self.gives_columns and there.samples == "all"
+        if there.divided is not None or there.grid != self.grid or there.summands != "none" or shared:
+            first = laid(there.grid, there.samples, sample_dimension=there.sample_dimension, sample_unit=unit)
             value = from_local(to_local(value, first, world, layer="output"), first, value.shape, world)
-            target = laid(self.grid, sample_dimension=there.sample_dimension)
+            target = laid(self.grid, sample_dimension=there.sample_dimension, sample_unit=unit)
         self.output_samples = target.samples
         return to_local(value, target, world, layer="output")
 

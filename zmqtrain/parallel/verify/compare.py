@@ -181,10 +181,11 @@ def part_of(model: ParallelModel, own: Tensor, whole: Tensor, ranges: tuple[slic
     """Of what the ordinary model gives, what this process should have."""
     if isinstance(own, Placed):
         return block_of(whole, own.placement, model.fabric.rank)
-    if own.dim() and whole.dim() and whole.shape[0] == samples:
+    if own.dim() and whole.dim() and samples and whole.shape[0] % samples == 0:
+        unit = whole.shape[0] // samples  # more than 1 where samples and time, say, have become one dimension
         for each in ranges:  # its own share of the column's samples, or all of these
-            if own.shape[0] == each.stop - each.start:
-                return whole[each]
+            if own.shape[0] == (each.stop - each.start) * unit:
+                return whole[each.start * unit : each.stop * unit]
     return whole
 
 

@@ -6,7 +6,7 @@ The learning-rate schedule is not saved: it is replayed from the start, which gi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -123,7 +123,7 @@ class Saver:
                 raise CheckpointError(f"the checkpoint's model has {min(others)}, but this model does not: {_ANOTHER_MODEL}")
         if self.kind != "model_server":
             into = _parameters(replica) if self._apart else {}
-            _load_optimizer_state(replica, parts.cut(await self._restore_into(self._group_part, into, parts)))
+            _load_optimizer_state(replica, await self._restore_into(self._group_part, into, parts))
         replica.memory.publish()
         recut = await self._recut(own, replica)
         with taking_back(own.name):
@@ -214,20 +214,37 @@ class Saver:
     async def _send(self, step: int, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         await send_part(self.endpoint, step, name, _Payloads(tensors), values, timeout_s=self.timeout_s)
 
-    async def _fetch(self, name: str, into: Mapping[str, Payload] | None = None) -> Part | None:
-        return await fetch_part(self.endpoint, name, timeout_s=self.timeout_s, into=into)
+    async def _fetch(
+        self, name: str, into: Mapping[str, Payload] | None = None, keep: Callable[[str, Payload], Payload] | None = None
+    ) -> Part | None:
+        return await fetch_part(self.endpoint, name, timeout_s=self.timeout_s, into=into, keep=keep)
 
     async def _restore_into(self, name: str, targets: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
-        """Fill ``targets`` from the part; targets in plain host memory are received in place. Returns the part's other tensors."""
+        """Fill ``targets`` from the part; targets in plain host memory are received in place. Returns the part's other tensors.
+
+        Those of a divided model are cut, one after another as they come: the whole model is never in memory."""
+
+        def cut(key: str, received: Payload) -> Payload:
+            assert isinstance(received, TensorPayload)
+            key = plain_name(key) if name == MODEL else key
+            shard = parts.shards.get(key)
+            if key in targets and shard is not None and tuple(received.tensor.shape) != shard.shape:
+                raise CheckpointError(  # whose whole may be as large as this worker's part
+                    f"the checkpoint's {key} has the shape {list(received.tensor.shape)}, but the model's has {list(shard.shape)}: "
+                    f"{_ANOTHER_MODEL}"
+                )
+            return TensorPayload.of(parts.cut({key: received.tensor})[key])
+
         whole = {} if parts.divided else targets
         plain = {key: t for key, t in whole.items() if t.device.type == "cpu" and t.is_contiguous()}
-        part = await self._fetch(name, {key: TensorPayload.of(tensor) for key, tensor in plain.items()})
+        into = {key: TensorPayload.of(tensor) for key, tensor in plain.items()}
+        part = await self._fetch(name, into, cut if parts.divided else None)
         if part is None:
             raise CheckpointError(f"the checkpoint has no part {name}: use an earlier checkpoint")
         tensors = tensors_of(part)
         if name == MODEL:  # which another program may have written
             tensors = {plain_name(key): tensor for key, tensor in tensors.items()}
-        _fill(name, targets, parts.cut({key: tensor for key, tensor in tensors.items() if key in targets}))
+        _fill(name, targets, {key: tensor for key, tensor in tensors.items() if key in targets})
         return {key: tensor for key, tensor in tensors.items() if key not in targets}
 
 
