@@ -13,7 +13,7 @@ from tests.parallel.domain_world import randomised
 from tests.precision import close
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Label
-from zmqtrain.parallel.domain.make import can_divide, domain_layer, domain_traffic
+from zmqtrain.parallel.domain.make import domain_layer, domain_traffic
 from zmqtrain.parallel.geometry import Count, Division, even
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
 
@@ -103,13 +103,11 @@ def test_layers_that_compute_each_place_by_itself_stay() -> None:
         division = even(4, 1)
         for module in (nn.ReLU(), nn.LocalResponseNorm(3), nn.PReLU(), nn.Identity()):
             assert domain_layer(module, "layer", fabric.among((0,)), division) == (module, division)
-            assert can_divide(module)
 
     run_ranks(1, run)
 
 
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.GroupNorm(1, 2), nn.Bilinear(2, 2, 3), nn.LPPool2d(2, 2)])
 def test_other_layers_are_named_in_the_error(module: nn.Module) -> None:
-    assert not can_divide(module)
     with pytest.raises(UsageError, match=f"features.3: {type(module).__name__} cannot be divided"):
         run_ranks(1, lambda fabric: domain_layer(module, "features.3", fabric.among((0,)), even(4, 1)))

@@ -81,37 +81,6 @@ def test_contradictions_are_refused(arguments: tuple[object, ...], message: str)
         Placement(Grid(2, 2), *arguments)  # type: ignore[arg-type]
 
 
-@given(st.data(), GRIDS, st.tuples(*[st.integers(1, 4)] * 4), st.integers(1, 3))
-def test_a_flattened_part_is_the_part_of_the_flattened(data: st.DataObject, grid: Grid, shape: tuple[int, ...], first: int) -> None:
-    placement = data.draw(placements(shape, grid))
-    whole = torch.arange(volume(tuple((0, each) for each in shape))).reshape(shape)
-    divided = placement.divided
-    if divided is not None and any(length != 1 for length in shape[first : divided % 4]):
-        with pytest.raises(UsageError, match="redistribute it first"):
-            placement.flattened(shape, first)
-        return
-    after = placement.flattened(shape, first)
-    flat = whole.flatten(first)
-    for rank in range(grid.size):
-        part = whole[tuple(slice(*each) for each in placement.block(shape, rank))]
-        if 0 in part.shape:
-            continue
-        assert torch.equal(part.flatten(first), flat[tuple(slice(*each) for each in after.block(tuple(flat.shape), rank))])
-
-
-def test_flattening_channels_scales_and_strips_cannot_be_flattened() -> None:
-    grid = Grid(2, 1)
-    channels = Placement.over_rows(grid, 1, 5)
-    assert channels.flattened((3, 5, 2, 2)) == Placement(grid, "columns", 1, ((0, 12), (12, 20)))
-    strips = Placement.over_rows(grid, 2, 5)
-    with pytest.raises(UsageError, match="redistribute it first"):
-        strips.flattened((3, 2, 5, 4))
-    assert strips.flattened((3, 1, 5, 4)).divisions == ((0, 12), (12, 20))
-    assert strips.whole().flattened((3, 2, 5, 4)) == Placement(grid)
-    with pytest.raises(UsageError, match="would mix the samples"):
-        channels.flattened((3, 5, 2, 2), 0)
-
-
 def test_blocks() -> None:
     assert common(((0, 4), (2, 6)), ((1, 9), (0, 3))) == ((1, 4), (2, 3))
     assert common(((0, 4), (2, 6)), ((4, 9), (0, 3))) is None

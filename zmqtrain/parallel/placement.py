@@ -168,30 +168,6 @@ class Placement:
         """The same samples, and this dimension of ``length`` elements, alone, divided over the rows."""
         return _along(self, dimension, length)
 
-    def flattened(self, shape: Sequence[int], first: int = 1) -> Placement:
-        """The placement after ``flatten(first)``.
-
-        Raises `UsageError` where a block would not be one range of the flattened dimension: strips of an image with several
-        channels must be brought together before.
-        """
-        self.check(shape)
-        if self.across is not None:
-            raise UsageError("an activation divided along two dimensions cannot be flattened in parts: redistribute it first")
-        if self.sample_dimension is not None and self.sample_dimension >= first:
-            raise UsageError(f"flattening from dimension {first} on would mix the samples of dimension {self.sample_dimension}")
-        if self.divided is None:
-            return self
-        divided = self.divided % len(shape)
-        if divided < first:
-            return replace(self, divided=divided)
-        if any(length != 1 for length in shape[first:divided]):
-            raise UsageError(
-                f"an activation of shape {tuple(shape)} divided along dimension {divided} cannot be flattened in parts: "
-                "redistribute it first"
-            )
-        inner = math.prod(shape[divided + 1 :])
-        return replace(self, divided=first, divisions=scaled(self.divisions, inner))
-
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
 def laid(

@@ -44,11 +44,6 @@ LOCAL: frozenset[type[nn.Module]] = frozenset(
 )
 
 
-def can_divide(module: nn.Module) -> bool:
-    """Whether a layer can work on strips of an image, settings apart."""
-    return type(module) in HALO or type(module) in LOCAL or type(module) is nn.BatchNorm2d
-
-
 def domain_layer(
     module: nn.Module,
     name: str,
