@@ -15,7 +15,7 @@ from tests.parallel.model_world import GRIDS, compare, grids, part, random, rand
 from tests.precision import close
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.grid import Grid
-from zmqtrain.parallel.model.attention import MultiheadAttention, head_divisions
+from zmqtrain.parallel.model.attention import MultiheadAttention
 from zmqtrain.parallel.model.dropout import Batch, Masks
 from zmqtrain.parallel.model.linear import Linear
 from zmqtrain.parallel.model.site import Site
@@ -141,7 +141,7 @@ def test_separate_linear_layers_around_attention(grid: Grid) -> None:
     heads, head_dim = 5, 2
 
     def divide(plain: Attention, site: Site) -> Attention:
-        divisions = head_divisions(site, heads, head_dim)
+        divisions = tuple((start * head_dim, stop * head_dim) for start, stop in site.divide(heads, "heads"))
         start, stop = divisions[site.row]
         by_outputs = [
             Linear(getattr(plain, name), site.child(name), divisions=divisions, gather=False) for name in ("query", "key", "value")

@@ -170,3 +170,18 @@ def test_attention_and_mlps_of_linear_layers(how: str) -> None:
         ["1.attention.out_proj", "1.mlp.down_proj", "2.attention.out_proj", "2.mlp.down_proj"] if choice == "model" else []
     )
     assert all(layer.cost.dx.messages == 0 < layer.cost.all_gather.messages for layer in sums)
+
+
+@pytest.mark.parametrize("ways", [("batch 1x4", "model 4x1"), ("whole 4x1", "model 2x2", "batch 1x4"), ("model 4x1", "whole 2x2")])
+def test_transformer_layers_that_lie_in_different_ways(ways: Sequence[str]) -> None:
+    """A layer that is planned as one moves its input once, and the sums within it lie where it does."""
+    with torch.device("meta"):
+        layers = [nn.TransformerEncoderLayer(16, 4, 32, batch_first=True) for _ in range(3)]
+        model = nn.Sequential(nn.Embedding(11, 16), *layers, nn.Linear(16, 8)).double()
+        x = torch.zeros(BATCH, 6, dtype=torch.long)
+    found = stages(trace_layers(model, [x]))
+    choices = [ways[number % len(ways)].split() for number in range(len(found))]
+    plan = Plan(tuple(LayerPlan(stage.name, how, Grid.parse(grid)) for stage, (how, grid) in zip(found, choices, strict=True)))  # type: ignore[arg-type]
+    problem = Problem(found, BATCH, 4, LINK, Ours(WORD_BYTES))
+    priced = price(problem, placed_of(problem, plan))
+    assert counted(found, rehearse(model, [x], plan.layers[0].grid, plan, BATCH)) == predicted(priced)

@@ -1,6 +1,6 @@
 """Layers whose model is divided over the rows of a grid: each process has 1/Pr of the weights and 1/Pc of the batch."""
 
-from zmqtrain.parallel.model.attention import MultiheadAttention, head_divisions
+from zmqtrain.parallel.model.attention import MultiheadAttention
 from zmqtrain.parallel.model.batch_norm import BatchNorm
 from zmqtrain.parallel.model.convolution import Convolution
 from zmqtrain.parallel.model.cross_entropy import CrossEntropy
@@ -24,5 +24,4 @@ __all__ = [
     "Masks",
     "MultiheadAttention",
     "Site",
-    "head_divisions",
 ]

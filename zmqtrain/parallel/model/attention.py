@@ -16,20 +16,10 @@ from zmqtrain.parallel.model.parts import add_up, gather
 from zmqtrain.parallel.model.product import Summed, product
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Traffic, total
-from zmqtrain.parallel.placement import Divisions, Placement, scaled
+from zmqtrain.parallel.placement import Placement, scaled
 from zmqtrain.parallel.shard import one_range
 
 _LINEAR = LinearOperation()
-
-
-def head_divisions(site: Site, heads: int, head_dim: int) -> Divisions:
-    """The features of each row's heads: ``divisions`` for linear layers that make or take queries, keys and values.
-
-    With ``Linear(..., divisions=..., gather=False)`` for these three, and ``Linear(..., divisions=..., input_divided=True)`` for
-    the layer after `torch.nn.functional.scaled_dot_product_attention`, attention in between is each row's own. Backward
-    then sums the gradients of their inputs one by one: three sums, where `MultiheadAttention` has one.
-    """
-    return scaled(site.divide(heads, "heads"), head_dim)
 
 
 class MultiheadAttention(Divided):

@@ -23,6 +23,7 @@ from zmqtrain.parallel.placed.parameters import Use, use_of
 from zmqtrain.parallel.placed.random import draw
 from zmqtrain.parallel.placed.tensor import Placed, World, contributed, from_local, to_local
 from zmqtrain.parallel.placement import Divisions, Placement, Summands, changed, laid
+from zmqtrain.parallel.plan import Choice
 
 
 def helper(world: World, key: Any, make: Callable[[], nn.Module]) -> Any:
@@ -72,13 +73,22 @@ def computed(local: Tensor, placement: Placement, shape: Sequence[int], world: W
 
 def moved_to(x: Tensor, use: Use, world: World) -> Tensor:
     """``x`` where a layer with whole weights takes it: the column's samples, or this process's own share of them."""
+    return moved(x, use.choice, use.grid, use.layer, world)
+
+
+def moved(x: Tensor, choice: Choice, grid: Grid, layer: str, world: World) -> Tensor:
+    """``x`` with nothing divided but samples, as a layer takes it."""
     if not isinstance(x, Placed) or x.placement.sample_dimension is None:
         return x
-    samples = "all" if use.choice == "batch" else "columns"
-    target = laid(use.grid, samples, sample_dimension=x.placement.sample_dimension, sample_unit=x.placement.sample_unit)
+    target = laid(
+        grid,
+        "all" if choice == "batch" else "columns",
+        sample_dimension=x.placement.sample_dimension,
+        sample_unit=x.placement.sample_unit,
+    )
     if x.placement == target:
         return x
-    return from_local(to_local(x, target, world, layer=use.layer, moved=True), target, x.shape, world)
+    return from_local(to_local(x, target, world, layer=layer, moved=True), target, x.shape, world)
 
 
 def _takes(layer: Any, target: Placement) -> None:

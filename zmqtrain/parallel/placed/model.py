@@ -20,7 +20,8 @@ from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.deferred import Tape, fill
 from zmqtrain.parallel.grid import Grid
-from zmqtrain.parallel.placed.assign import Assignment, assign, main_grid
+from zmqtrain.parallel.placed.assign import Assigned, Assignment, assign, main_grid
+from zmqtrain.parallel.placed.layers import moved
 from zmqtrain.parallel.placed.swap import Swap, relink
 from zmqtrain.parallel.placed.tensor import Placed, World, from_local, to_local
 from zmqtrain.parallel.placement import Range, laid
@@ -159,7 +160,7 @@ class ParallelModel(nn.Module):
             self.register_buffer(name, buffer, persistent=name not in model._non_persistent_buffers_set)
         self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(_Entering(world, name)))
+            self._hooks.append(module.register_forward_pre_hook(_Entering(world, name, self._entry(module, name))))
             self._hooks.append(module.register_forward_hook(_Leaving(world), always_call=True))
 
     def run_by(self, forward: Callable[..., Any]) -> None:
@@ -171,6 +172,11 @@ class ParallelModel(nn.Module):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _entry(self, module: nn.Module, name: str) -> Assigned | None:
+        """Where a module that is planned as one layer takes its input, so that the sums within it lie there, too."""
+        held = self._assignment.held.get(f"{name}.linear1.weight" if name else "linear1.weight")
+        return held.assigned if isinstance(module, nn.TransformerEncoderLayer) and held is not None else None
 
     @property
     def left_whole(self) -> Mapping[str, str]:
@@ -349,11 +355,15 @@ def step_seed(seed: int, step: int) -> int:
 class _Entering:
     """The module's forward begins: what it sends is its own."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self._world, self._name = world, name
+    def __init__(self, world: World, name: str, entry: Assigned | None) -> None:
+        self._world, self._name, self._entry = world, name, entry
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
+    def __call__(self, module: nn.Module, inputs: Any) -> Any:
         self._world.layers.append(self._name)
+        if self._entry is None or self._entry.choice == "domain" or not inputs:
+            return None
+        first, *others = inputs
+        return (moved(first, self._entry.choice, self._entry.grid, self._name, self._world), *others)
 
 
 class _Leaving:
