@@ -61,6 +61,9 @@ class ElasticMembers:
         member = self._membership.view.members.get(peer)
         return member is not None and self._plan(step)[1].get(peer) == member.incarnation
 
+    def incarnation(self, peer: PeerId, step: int) -> int | None:
+        return self._plan(step)[1].get(peer)
+
     async def join(self) -> int:
         await self._membership.ready()
         if self._agreement is None:

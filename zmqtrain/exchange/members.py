@@ -30,6 +30,10 @@ class Members(Protocol):
         """Whether ``peer``, which trains ``step``, is still present. Another process that now has its name does not count."""
         ...
 
+    def incarnation(self, peer: PeerId, step: int) -> int | None:
+        """Which process of ``peer`` trains ``step``, counted from 0; None if none does."""
+        ...
+
     async def join(self) -> int:
         """Take part from now on, if late. Returns the first step."""
         ...
@@ -67,6 +71,9 @@ class FixedMembers:
 
     def there(self, peer: PeerId, step: int) -> bool:
         return True
+
+    def incarnation(self, peer: PeerId, step: int) -> int | None:
+        return 0 if peer in self._members else None
 
     async def join(self) -> int:
         return 0

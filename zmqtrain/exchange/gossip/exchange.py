@@ -160,11 +160,20 @@ class GossipExchange(Serverless):
         if neighbour == self._endpoint.peer:
             raise PeerLostError("worker", "no other worker is left", waiting_for="a neighbour's weights")
         weights = Weights(self._endpoint, neighbour, timeout_s=self._settings.timeout_s)
-        # Before the others know of this worker: later the neighbour might wait for its first step before it can send weights.
-        await weights.ask()
+        # Before the others know of this worker: later the neighbour might be past this worker's first step when it hears of it.
+        incarnation = self._members.incarnation(self._endpoint.peer, 0)
+        assert incarnation is not None
+        await weights.ask(incarnation)
         first = await self._members.join()
         await weights.take(replica)
+        await self._give(first)
         return first
+
+    async def _give(self, step: int) -> None:
+        """Give the weights, with which ``step`` begins, to those who have asked for them, and begin with that step."""
+        if due := self._source_of_state.due(step, self._members):
+            await self._under_way.settle()
+            await self._source_of_state.give(due, self._replica_started())
 
     def begin_step(self, step: int) -> None:
         buckets = self._replica_started().buckets
@@ -188,10 +197,8 @@ class GossipExchange(Serverless):
         await self._under_way.all_added()
         if not self._settings.overlap:
             await self._under_way.settle()
-        if self._source_of_state.wanted:
-            await self._under_way.settle()
-            await self._source_of_state.give(self._replica_started())
         await self._members.release(self._step + 1)
+        await self._give(self._step + 1)
 
     async def settle(self) -> None:
         await self._under_way.settle()
