@@ -87,6 +87,13 @@ async def test_groups_that_are_not_in_step_stop_at_the_same_one(kind: str, tmp_p
     assert {len(resumed.losses(peer)) for peer in WORKERS} == {10 - (ask.stopped or 0)}
 
 
+async def test_a_checkpoint_that_the_disk_refuses_is_not_said_to_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("where checkpoints should lie")
+    stopped = await run(topology(SYNCHRONOUS["allreduce"]), Recipe(), folder=tmp_path / "file", meanwhile=Asker(after=3))
+    assert not stopped.errors, stopped.errors
+    assert [event["kept"] for peer in WORKERS for event in stopped.recorders[peer].of("stopped")] == [False] * 4
+
+
 async def test_merged_layers_are_kept_as_they_are_then(tmp_path: Path) -> None:
     shape = merged(2, 2, 12, job={"steps": 10})
     ask = Asker(after=3)

@@ -104,9 +104,10 @@ async def _send(
         await message.wait_released()
 
 
-async def wait_committed(endpoint: Endpoint, step: int, *, timeout_s: float, coordinator: PeerId = COORDINATOR) -> None:
-    """Wait until all parts of the step's checkpoint are there and it has its final name."""
-    await endpoint.request(coordinator, COMMITTED, step, timeout=timeout_s)
+async def wait_committed(endpoint: Endpoint, step: int, *, timeout_s: float, coordinator: PeerId = COORDINATOR) -> bool:
+    """Wait until all parts of the step's checkpoint are there and it has its final name. Returns whether it was kept: False if the
+    disk did not take it, and the run is to go on without. Raises `CheckpointError` if it was given up for another reason."""
+    return (await endpoint.request(coordinator, COMMITTED, step, timeout=timeout_s)).meta is True
 
 
 async def send_nothing(

@@ -141,12 +141,12 @@ class TrainLoop:
                     async with asyncio.timeout(context.timeouts.request_s):  # other workers may have given up
                         state = await self._model_at(step, last=last)
                     await self._send_model(step, state, alone=False)
-                await wait_committed(self._endpoint, step, timeout_s=context.timeouts.request_s)
+                kept = await wait_committed(self._endpoint, step, timeout_s=context.timeouts.request_s)
         except (ZmqTrainError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             self._recorder.event("part of a checkpoint failed", step=step, reason=reason)
             return None
-        return step
+        return step if kept else None
 
     def last_good(self, step: int) -> int:
         """The newest step whose checkpoint contains nothing of ``step`` or later.

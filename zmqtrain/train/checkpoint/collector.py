@@ -209,7 +209,7 @@ class CheckpointCollector:
         self._drop(incoming.step, CheckpointError(f"checkpoint {incoming.step} is abandoned: {reason}{self._missing(incoming)}"))
 
     def _do_without(self, step: int, error: OSError) -> None:
-        """The checkpoint of ``step`` cannot be written, but the run can go on: nobody who waits for it gets an error."""
+        """The checkpoint of ``step`` cannot be written, but the run can go on: those who wait for it get no error."""
         self._end((COMMITTED, step))
         self._drop(step, CheckpointError(f"checkpoint {step} cannot be written: {error.strerror or error}"))
 
@@ -295,7 +295,7 @@ class CheckpointCollector:
 
     async def _on_committed(self, caller: PeerId, step: int) -> Value:
         await asyncio.shield(self._future((COMMITTED, step)))
-        return None
+        return step not in self._given_up
 
     async def _on_nothing(self, caller: PeerId, name: str, sidecar: Value) -> Value:
         if name in self._expected and isinstance(sidecar, dict):
