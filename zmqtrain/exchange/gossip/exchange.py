@@ -171,7 +171,7 @@ class GossipExchange(Serverless):
 
     async def _give(self, step: int) -> None:
         """Give the weights, with which ``step`` begins, to those who have asked for them, and begin with that step."""
-        if due := self._source_of_state.due(step, self._members):
+        if self._source_of_state.wanted and (due := self._source_of_state.due(step, self._members)):
             await self._under_way.settle()
             await self._source_of_state.give(due, self._replica_started())
 

@@ -22,7 +22,7 @@ class StateSource:
     def __init__(self, endpoint: Endpoint, *, timeout_s: float) -> None:
         self._endpoint, self._timeout_s = endpoint, timeout_s
         self._open = False
-        self._wanted: dict[PeerId, int] = {}  # who asked -> which of its processes
+        self.wanted: dict[PeerId, int] = {}  # who asked -> which of its processes
 
     def serve(self) -> None:
         """Accept requests from now on."""
@@ -31,25 +31,25 @@ class StateSource:
 
     def due(self, step: int, members: Members) -> list[PeerId]:
         """Those who asked, and train ``step``, of which it is known who trains it. None of them has been given anything."""
-        return [peer for peer, incarnation in self._wanted.items() if members.incarnation(peer, step) == incarnation]
+        return [peer for peer, incarnation in self.wanted.items() if members.incarnation(peer, step) == incarnation]
 
     async def give(self, peers: Sequence[PeerId], replica: Replica) -> None:
         """Send the parameters to these workers, which have asked for them. Nothing changes the parameters in the meantime."""
         for peer in peers:
-            del self._wanted[peer]
+            del self.wanted[peer]
             with suppress(PeerLostError):
                 await self._give(peer, replica)
 
     def close(self) -> None:
         """Training has ended: refuse later requests."""
         self._open = False
-        self._wanted.clear()
+        self.wanted.clear()
 
     async def _note(self, caller: PeerId, incarnation: Value) -> Value:
         if not isinstance(incarnation, int):
             raise ProtocolError(f"{caller} asked for weights as process {incarnation!r:.60}, which must be a whole number")
         if self._open:
-            self._wanted[caller] = incarnation
+            self.wanted[caller] = incarnation
         return self._open
 
     async def _give(self, peer: PeerId, replica: Replica) -> None:
