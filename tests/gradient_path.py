@@ -6,8 +6,9 @@ and the next forward of both has the bucket's new parameters. The model is one l
 package to be done before its gradient is complete.
 
 What does not count, though it may run meanwhile: what only records the step (`zmqtrain.events`), the device's clock, which is
-read for that (`zmqtrain.train.device`), and what sockets tell of their connections a while after these were made
-(`zmqtrain.net.monitor`). No coordinator, agent or heartbeat takes part, and of an endpoint's timers only that of
+read for that (`zmqtrain.train.device`), what sockets tell of their connections a while after these were made
+(`zmqtrain.net.monitor`), and the mutex of ranks in one process, which a forward hands over if it has to wait at all
+(`zmqtrain.parallel.turns`). No coordinator, agent or heartbeat takes part, and of an endpoint's timers only that of
 acknowledgements is due within a step.
 
 ``python -m tests.gradient_path`` prints the table of docs/architecture.md as it should be, with ``?`` where a module is new to it.
@@ -57,7 +58,7 @@ LONG_S = 50.0
 #: Steps before the trace begins: connections are made, and optimizers have their state.
 WARM_UP = 2
 TRACED = 2
-NOT_COUNTED = ("zmqtrain.events", "zmqtrain.train.device", "zmqtrain.net.monitor")
+NOT_COUNTED = ("zmqtrain.events", "zmqtrain.train.device", "zmqtrain.net.monitor", "zmqtrain.parallel.turns")
 WORKERS = ("worker/0", "worker/1")
 SERVER = "server/0"
 
