@@ -39,7 +39,8 @@ assert not result.errors, result.errors
 size = 4 * WIDTH * WIDTH * LAYERS
 extra = max(peak, process.memory_info().rss) - before - 2 * size
 print(extra / 2**20, size / 2**20)
-assert extra <= size + (64 << 20), (extra, size)
+# Besides the copy: a few gradients on their way, and what the allocator has not given back yet.
+assert extra <= size + (96 << 20), (extra, size)
 """
 
 

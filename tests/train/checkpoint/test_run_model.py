@@ -254,7 +254,7 @@ async def test_names_are_those_of_a_model_that_is_not_compiled(tmp_path: Path) -
     result = await run(topology(CASES["sync"][0], steps=2), slow_group((), model=compiled), folder=tmp_path)
     assert not result.errors, result.errors
     assert plain_loss(tmp_path / "model.safetensors") == pytest.approx(evaluations(result)[2], rel=1e-6)
-    assert list(load_file(tmp_path / "model.safetensors")) == list(network().state_dict())
+    assert load_file(tmp_path / "model.safetensors").keys() == network().state_dict().keys()
     again = await run(topology(CASES["allreduce"][0], steps=4), slow_group((), model=compiled), folder=tmp_path / "again")
     more = await run(
         topology(CASES["allreduce"][0], steps=6),
