@@ -132,11 +132,9 @@ def _stop_launcher(path: Path) -> None:
 
 def _wait_for_end(process: psutil.Process) -> None:
     """Wait for a process to end, even if it is still listed because its exit status was not collected."""
-    with suppress(psutil.NoSuchProcess):
-        while process.status() != psutil.STATUS_ZOMBIE:
-            with suppress(psutil.TimeoutExpired):
-                process.wait(timeout=0.2)
-                return
+    while lives(process):
+        with suppress(psutil.TimeoutExpired):
+            process.wait(timeout=0.2)
 
 
 def _require_checkpoint(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,6 +87,24 @@ def reference(name: str, x: Tensor, *, dropout: bool) -> tuple[list[float], dict
     return losses, model.state_dict()
 
 
+def trains_as_one_process(name: str, layers_of: Callable[[nn.Module], list[LayerPlan]]) -> None:
+    """Four processes whose main grid is 1x4, and whose layers are divided as ``layers_of(model)`` says."""
+    x = MODELS[name][1](BATCH)
+    losses, state = reference(name, x, dropout=False)
+
+    def run(fabric: Fabric) -> Any:
+        model = made(name)
+        parallel = divided(model, Grid(1, 4), Plan(tuple(layers_of(model))), fabric)
+        found = train(parallel, x, fabric)
+        return found, parallel.whole_state()
+
+    results, _ = run_ranks(4, run)
+    assert sum(found[-1] for found, _ in results) == pytest.approx(losses[-1], rel=1e-10)
+    for _, found in results:
+        for key, value in state.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("images", "others"),
     [(("whole", "4x1"), ("model", "2x2")), (("model", "2x2"), ("whole", "4x1")), (("whole", "4x1"), ("whole", "4x1")),
@@ -93,26 +112,16 @@ def reference(name: str, x: Tensor, *, dropout: bool) -> tuple[list[float], dict
 )  # fmt: skip
 def test_whole_layers_on_another_grid(images: tuple[Choice, str], others: tuple[Choice, str]) -> None:
     """Their gradients are summed over those who have other samples, which the main grid's rows are not."""
-    x = MODELS["vgg"][1](BATCH)
-    losses, state = reference("vgg", x, dropout=False)
 
-    def run(fabric: Fabric) -> Any:
-        model = made("vgg")
-        layers = [
+    def layers(model: nn.Module) -> list[LayerPlan]:
+        return [
             LayerPlan(name, choice, Grid.parse(grid))
             for name, module in model.named_modules()
             if isinstance(module, nn.Conv2d | nn.Linear)
             for choice, grid in [images if isinstance(module, nn.Conv2d) else others]
         ]
-        parallel = divided(model, Grid(1, 4), Plan(tuple(layers)), fabric)
-        found = train(parallel, x, fabric)
-        return found, parallel.whole_state()
 
-    results, _ = run_ranks(4, run)
-    assert sum(found[-1] for found, _ in results) == pytest.approx(losses[-1], rel=1e-10)
-    for _, found in results:
-        for key, value in state.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12)
+    trains_as_one_process("vgg", layers)
 
 
 @pytest.mark.parametrize(
@@ -120,23 +129,13 @@ def test_whole_layers_on_another_grid(images: tuple[Choice, str], others: tuple[
 )
 def test_branches_that_lie_in_different_ways(ways: tuple[str, ...]) -> None:
     """What is added to a block's output is brought to where that lies."""
-    x = MODELS["resnet"][1](BATCH)
-    losses, state = reference("resnet", x, dropout=False)
 
-    def run(fabric: Fabric) -> Any:
-        model = made("resnet")
+    def layers(model: nn.Module) -> list[LayerPlan]:
         names = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
         choices = [ways[number % len(ways)].split() for number in range(len(names) - 1)] + [["batch", "1x4"]]
-        layers = [LayerPlan(name, choice, Grid.parse(grid)) for name, (choice, grid) in zip(names, choices, strict=True)]  # type: ignore[arg-type]
-        parallel = divided(model, Grid(1, 4), Plan(tuple(layers)), fabric)
-        found = train(parallel, x, fabric)
-        return found, parallel.whole_state()
+        return [LayerPlan(name, choice, Grid.parse(grid)) for name, (choice, grid) in zip(names, choices, strict=True)]  # type: ignore[arg-type]
 
-    results, _ = run_ranks(4, run)
-    assert sum(found[-1] for found, _ in results) == pytest.approx(losses[-1], rel=1e-10)
-    for _, found in results:
-        for key, value in state.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12)
+    trains_as_one_process("resnet", layers)
 
 
 CASES = [
