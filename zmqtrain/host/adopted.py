@@ -108,7 +108,7 @@ class Adoptions:
         with self._lock:
             self._sweep()
             found = self._ranges.get(key)
-            if found is None and self._counted(key, storage) == USES:
+            if found is None and self._counted(key, storage) == USES and not _pinned(flat):
                 found = self._adopt(key, storage)
             return found
 
@@ -181,12 +181,12 @@ class Adoptions:
     def _before_fork(self) -> None:
         self._lock.acquire()
         self._sweep()
-        for address, end, access, _, name in list(_mappings()):
-            if access != "rw-s" or not name.startswith(f"/memfd:{_NAME}"):
+        for each in list(_mappings("maps")):
+            if each.access != "rw-s" or not each.name.startswith(f"/memfd:{_NAME}"):
                 continue
-            copy = mmap.mmap(-1, end - address, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            ctypes.memmove((ctypes.c_char * len(copy)).from_buffer(copy), address, len(copy))
-            self._copies.append((address, copy))
+            copy = mmap.mmap(-1, each.end - each.start, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            ctypes.memmove((ctypes.c_char * len(copy)).from_buffer(copy), each.start, len(copy))
+            self._copies.append((each.start, copy))
 
     def _after_in_parent(self) -> None:
         for _, copy in self._copies:
@@ -242,6 +242,11 @@ class Others:
         return self._maps[number]
 
 
+def _pinned(flat: Tensor) -> bool:
+    """Whether a GPU knows the pages by their physical addresses."""
+    return bool(torch.cuda.is_initialized()) and flat.is_pinned()  # type: ignore[no-untyped-call]
+
+
 def _read_only(memory: mmap.mmap) -> Tensor:
     import warnings
 
@@ -250,23 +255,53 @@ def _read_only(memory: mmap.mmap) -> Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _mappings() -> Iterator[tuple[int, int, str, str, str]]:
-    """This process's memory: start, end, access, inode and name of each mapping, in order."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        place, access, _, _, inode, *name = line.split(maxsplit=5)
-        start, end = place.split("-")
-        yield int(start, 16), int(end, 16), access, inode, name[0] if name else ""
+@dataclass(slots=True)
+class _Mapping:
+    """A piece of this process's address space, as in ``/proc/self/smaps``."""
+
+    start: int
+    end: int
+    access: str
+    inode: str
+    name: str
+    flags: frozenset[str] = frozenset()
+
+    @property
+    def ordinary(self) -> bool:
+        """Private memory without a file, to read and write, that no device reads by itself and nobody has asked anything of."""
+        nameless = self.name in ("", "[heap]") or self.name.startswith("[anon")
+        return nameless and self.inode == "0" and self.access == "rw-p" and not self.flags & _SPECIAL
+
+
+#: Flags of memory that must stay where it is: not inherited (as for RDMA), locked, of a device, huge pages.
+_SPECIAL = frozenset(("dc", "lo", "io", "pf", "ht"))
+
+
+def _mappings(source: str) -> Iterator[_Mapping]:
+    """All of them, in order. ``source``: ``maps``, or ``smaps``, which also has the flags and takes longer."""
+    found = None
+    for line in Path("/proc/self", source).read_text().splitlines():
+        words = line.split(maxsplit=5)
+        if words[0] == "VmFlags:" and found is not None:
+            found.flags = frozenset(line.split()[1:])
+        elif not words[0].endswith(":"):
+            if found is not None:
+                yield found
+            start, end = words[0].split("-")
+            found = _Mapping(int(start, 16), int(end, 16), words[1], words[4], words[5] if len(words) > 5 else "")
+    if found is not None:
+        yield found
 
 
 def _ordinary(first: int, last: int) -> bool:
-    """Whether all these pages are private memory without a file, which this process may read and write."""
+    """Whether all these pages are ordinary memory."""
     reached = first
-    for start, end, access, inode, name in _mappings():
-        if end <= reached:
+    for each in _mappings("smaps"):
+        if each.end <= reached:
             continue
-        if start > reached or access != "rw-p" or inode != "0" or not (name in ("", "[heap]") or name.startswith("[anon")):
+        if each.start > reached or not each.ordinary:
             return False
-        reached = end
+        reached = each.end
         if reached >= last:
             return True
     return False
