@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -18,6 +20,26 @@ from zmqtrain.host.adopted import LEAST_BYTES, SETTING, USES, Adopted, Adoptions
 from zmqtrain.host.window import Window
 
 NUMEL = LEAST_BYTES // 4 + 3 * PAGE
+#: More than the allocator (glibc's) keeps for others: freed pages are gone.
+MANY = 36 * MIB // 4
+
+Make: TypeAlias = Callable[..., Adoptions]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes adoptions, with a limit. At the end all memory is ordinary again."""
+    made: list[Adoptions] = []
+
+    def make(limit: int | None = 256 * MIB) -> Adoptions:
+        made.append(Adoptions(limit))
+        return made[-1]
+
+    yield make
+    gc.collect()
+    for each in made:
+        each.sweep()
+        assert each.nbytes == 0, "tensors that nobody has any more are given up"
 
 
 def adopt(adoptions: Adoptions, flat: Tensor) -> Adopted | None:
@@ -51,31 +73,31 @@ def reduced(contents: Sequence[Sequence[Tensor]], adoptions: Sequence[Adoptions]
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int16])
-def test_sums_have_the_bits_of_those_through_the_window(size: int, dtype: torch.dtype) -> None:
+def test_sums_have_the_bits_of_those_through_the_window(size: int, dtype: torch.dtype, make: Make) -> None:
     torch.manual_seed(1)
     numel = 2 * LEAST_BYTES // dtype.itemsize
     values = [[(10 * torch.randn(numel + extra)).to(dtype) for extra in (0, 777)] for _ in range(size)]
     # Each rank's tensors begin at another place of a page, and one begins a view of a longer tensor.
     here = [[torch.cat([value[: 5 * rank], value])[5 * rank :] for value in each] for rank, each in enumerate(values)]
-    reduced(values, [Adoptions(0)] * size, torch.add)
-    assert reduced(here, [Adoptions(64 * MIB) for _ in range(size)], torch.add) == [True] * size
+    reduced(values, [make(0) for _ in range(size)], torch.add)
+    assert reduced(here, [make() for _ in range(size)], torch.add) == [True] * size
     for through, in_place in zip(values, here, strict=True):
         for one, other in zip(through, in_place, strict=True):
             assert torch.equal(one, other)
 
 
-def test_other_operations_and_a_rank_without_adopted_tensors() -> None:
+def test_other_operations_and_a_rank_without_adopted_tensors(make: Make) -> None:
     def contents() -> list[list[Tensor]]:
         return [[torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))] for rank in range(3)]
 
     expected = torch.stack([each[0] for each in contents()]).amax(0)
-    for limits in ([64 * MIB] * 3, [64 * MIB, 0, 64 * MIB]):
+    for limits in ([256 * MIB] * 3, [256 * MIB, 0, 256 * MIB]):
         found = contents()
-        reduced(found, [Adoptions(limit) for limit in limits], torch.maximum)
+        reduced(found, [make(limit) for limit in limits], torch.maximum)
         assert all(torch.equal(each[0], expected) for each in found)
 
 
-def test_ranks_that_cannot_read_each_other_use_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_read_each_other_use_the_window(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Others.open
     refused = []
 
@@ -85,24 +107,24 @@ def test_ranks_that_cannot_read_each_other_use_the_window(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Others, "open", one_fails)
     found = [[torch.full((NUMEL,), rank + 1.0) for _ in range(2)] for rank in range(2)]
-    reduced(found, [Adoptions(64 * MIB) for _ in range(2)], torch.add)
+    reduced(found, [make() for _ in range(2)], torch.add)
     assert all(bool((flat == 3).all()) for each in found for flat in each)
     assert len(refused) == 2, "after the first tensor nobody offers another one"
 
 
-def test_only_ordinary_memory_that_is_large_and_used_again_is_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adoptions = Adoptions(64 * MIB)
+def test_only_large_ordinary_memory_is_adopted(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adoptions = make()
     assert [adoptions.use(torch.ones(NUMEL)) for _ in range(9)] == [None] * 9, "a new tensor each time, though at one address"
     assert adopt(adoptions, torch.ones(LEAST_BYTES // 4 - 1)) is None
     assert adopt(adoptions, torch.ones(NUMEL).share_memory_()) is None
     assert adopt(adoptions, torch.from_file(str(tmp_path / "file"), shared=True, size=NUMEL)) is None
     assert adopt(adoptions, torch.from_file(str(tmp_path / "file"), shared=False, size=NUMEL)) is None
     assert adopt(adoptions, torch.frombuffer(mmap.mmap(-1, 4 * NUMEL), dtype=torch.float32)) is None
-    assert adopt(Adoptions(4 * NUMEL - 2 * PAGE), torch.ones(NUMEL)) is None, "beyond the limit"
+    assert adopt(make(4 * NUMEL - 2 * PAGE), torch.ones(NUMEL)) is None, "beyond the limit"
     monkeypatch.setenv(SETTING, "0")
-    assert adopt(Adoptions(), torch.ones(NUMEL)) is None
+    assert adopt(make(None), torch.ones(NUMEL)) is None
     monkeypatch.delenv(SETTING)
-    assert adopt(Adoptions(), torch.ones(NUMEL)) is not None
+    assert adopt(make(None), torch.ones(NUMEL)) is not None
     flat = torch.arange(NUMEL, dtype=torch.float32)
     found = adopt(adoptions, flat)
     assert found is not None
@@ -113,8 +135,8 @@ def test_only_ordinary_memory_that_is_large_and_used_again_is_adopted(tmp_path: 
     assert adoptions.use(flat) is found
 
 
-def test_a_tensor_that_nobody_has_is_given_up_before_its_memory_is_given_back() -> None:
-    adoptions, before = Adoptions(64 * MIB), len(shared_mappings())
+def test_a_tensor_that_nobody_has_is_given_up_before_its_memory_is_given_back(make: Make) -> None:
+    adoptions, before = make(), len(shared_mappings())
     flat = torch.ones(NUMEL)
     adopt(adoptions, flat)
     view = flat.view(2, -1)[1].numpy()
@@ -130,19 +152,19 @@ def test_a_tensor_that_nobody_has_is_given_up_before_its_memory_is_given_back() 
     assert bool((again == 2).all())
 
 
-@pytest.mark.parametrize("change", [lambda flat: flat.untyped_storage().resize_(16 * NUMEL), lambda flat: flat.share_memory_()])
-def test_a_storage_that_moves_is_given_up(change: Callable[[Tensor], object]) -> None:
-    adoptions = Adoptions(64 * MIB)
-    flat = torch.arange(NUMEL, dtype=torch.float32)
+@pytest.mark.parametrize("change", [lambda flat: flat.untyped_storage().resize_(8 * MANY), lambda flat: flat.share_memory_()])
+def test_a_storage_that_moves_is_given_up(change: Callable[[Tensor], object], make: Make) -> None:
+    adoptions = make()
+    flat = torch.arange(MANY, dtype=torch.float32)
     adopt(adoptions, flat)
     change(flat)
-    assert torch.equal(flat[:NUMEL], torch.arange(NUMEL, dtype=torch.float32))
-    adoptions.use(torch.ones(NUMEL))
+    assert torch.equal(flat[:MANY], torch.arange(MANY, dtype=torch.float32))
+    adoptions.use(torch.ones(MANY))
     assert adoptions.nbytes == 0
 
 
-def test_a_forked_process_has_its_own_copy() -> None:
-    adoptions = Adoptions(64 * MIB)
+def test_a_forked_process_has_its_own_copy(make: Make) -> None:
+    adoptions = make()
     flat = torch.full((NUMEL,), 1.0)
     assert adopt(adoptions, flat) is not None
     to_child, from_parent = os.pipe(), os.pipe()
@@ -154,9 +176,7 @@ def test_a_forked_process_has_its_own_copy() -> None:
             good = bool((flat == 1).all())
             flat.fill_(3.0)
             del flat
-            os.write(
-                to_child[1], b"y" if good and not shared_mappings() and adopt(Adoptions(64 * MIB), torch.ones(NUMEL)) else b"n"
-            )
+            os.write(to_child[1], b"y" if good and not shared_mappings() and adopt(make(), torch.ones(NUMEL)) else b"n")
             os.read(from_parent[0], 1)
             code = 0
         finally:
@@ -172,8 +192,8 @@ def test_a_forked_process_has_its_own_copy() -> None:
         os.close(end)
 
 
-def test_others_only_read() -> None:
-    adoptions, others = Adoptions(64 * MIB), Others(os.getpid)
+def test_others_only_read(make: Make) -> None:
+    adoptions, others = make(), Others(os.getpid)
     flat = torch.arange(NUMEL, dtype=torch.float32)
     found = adopt(adoptions, flat)
     assert found is not None
