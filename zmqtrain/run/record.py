@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.summary import Summary
+from zmqtrain.observe.sums import EventSums
 from zmqtrain.run.ending import Ending
 from zmqtrain.run.report import LOG, headline
 from zmqtrain.topology.schema import Topology
@@ -43,6 +44,7 @@ class RunRecord:
         self._directory, self._view, self._world = directory, view, world
         directory.on_failure = view.note
         self.summary = Summary()
+        self._sums = EventSums(description.topology.observe.most_single_events)
         self.quiet = False
         """Do not show that roles fail or stop, because the user asked to stop."""
         self.stopped_at: int | None = None
@@ -95,6 +97,7 @@ class RunRecord:
                 self._directory.trace.add(peer, event)
             else:
                 self.event(peer, event)
+        self._write(self._sums.due())
         self._directory.flush()
 
     def note(self, text: str) -> None:
@@ -122,7 +125,7 @@ class RunRecord:
         }
         if line["kind"] == "stopped":
             self.stopped_at = event["step"]
-        self._directory.event(line)
+        self._write(self._sums.add(line))
         self.summary.add(peer, line)
         values = dict(event.get("values") or {})
         if line["kind"] == "view" and values.get("members") == [peer]:
@@ -130,6 +133,10 @@ class RunRecord:
         if line["kind"] == "warning":
             self._view.note(f"warning: {peer}: {values.get('text')}")
         self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
+
+    def _write(self, lines: Sequence[dict[str, Any]]) -> None:
+        for line in lines:
+            self._directory.event(line)
 
     def title(self) -> str:
         """The run in one line."""
@@ -169,6 +176,7 @@ class RunRecord:
             "versions": versions(),
             **(more or {}),
         }
+        self._write(self._sums.rest())
         directory.leave("summary.json", summary)
         if ending.error is not None:
             directory.leave("error.json", ending.error)
