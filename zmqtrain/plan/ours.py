@@ -20,6 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from zmqtrain.parallel.geometry import Count, Division, Table, Transposed, Window, even, follow, halo_traffic
+from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.collective import Sent, all_reduce, idle, ring
 from zmqtrain.plan.costs import WORD_BYTES
 from zmqtrain.plan.layers import PASSES, Stage
@@ -79,6 +80,17 @@ class Ours:
         """As `changes`, to what the other stage leaves divided."""
         ways = [(Lies.of(_left(before, sources), 0), Lies.of(_left(at.alone, targets), 1))]
         return self._moved(before, sources[0].grid.size, ways, back)
+
+    def returned(self, stage: Stage, placed: Placed, main: Grid, *, back: bool = False) -> Changes:
+        """Strips are gathered first. It stays where it lies if every process was given all samples."""
+        held = _left(stage, [replace(placed, choice="whole") if placed.choice == "model" else placed])[0]
+        whole = replace(held, strips=1)
+        ways = [(held, whole)] if held.strips > 1 else []
+        if main.columns > 1 and placed.choice != "batch" and placed.grid != main:
+            ways.append((whole, Lie(main.columns)))
+        return self._moved(
+            stage, placed.grid.size, [(Lies.of([one], 0), Lies.of([other], 1)) for one, other in ways or [(held, held)]], back
+        )
 
     def _moved(self, before: Stage, size: int, ways: Sequence[tuple[Lies, Lies]], back: bool) -> Changes:
         """From each of some divisions to each of others, in one or more steps."""
