@@ -123,8 +123,8 @@ def _sent(problem: Problem, states: Sequence[Sequence[State]]) -> dict[tuple[int
         add(before, after, seconds)
     for moved in graph.brought:
         add(moved.source, moved.target, table(moved.source, moved.target, meet=True, nbytes=problem.batch_bytes(moved.numel)))
-    for one, (here, after) in enumerate(itertools.pairwise(states) if problem.main is not None else ()):
-        add(one, one + 1, unfit(problem.main, here, after))
+    for place, (here, later) in enumerate(itertools.pairwise(states) if problem.main is not None else ()):
+        add(place, place + 1, unfit(problem.main, here, later))
     for *first, last in graph.pairs:  # they are divided together or not at all
         for each in first:
             together = [
