@@ -36,7 +36,7 @@ from zmqtrain.topology.rounded import rounded_size
 MOST_WAYS = 400_000
 FEWEST_WAYS = 48
 #: The number of paths after which no further main grid is tried, where the output's way back makes one of them costly.
-MOST_RETURNING = 2_000_000
+MOST_RETURNING = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
