@@ -16,7 +16,9 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 #: Pages of the repository's root.
-AT_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
+AT_ROOT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+#: Where these are on the site.
+PROJECT = "project"
 #: Where on the site the files of the repository are that pages link to.
 REPOSITORY = "repository"
 
@@ -29,7 +31,7 @@ _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".json": "json"
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages of the repository's root, and one for each file that a page links to."""
     for name in AT_ROOT:
-        files.append(File.generated(config, name, content=(ROOT / name).read_text()))
+        files.append(File.generated(config, f"{PROJECT}/{name}", content=(ROOT / name).read_text()))
     todo = [file.src_uri for file in files.documentation_pages()]
     while todo:
         page = todo.pop()
@@ -51,7 +53,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = in_repository(uri, target)
         if path is None or (ROOT / path).suffix == ".svg":
             return match[0]
-        goal = path.removeprefix("docs/") if is_page(path) else page_of(path)
+        goal = page_of(path)
         return posixpath.relpath(goal, posixpath.dirname(uri) or ".") + anchor
 
     text = markdown if uri.startswith(f"{REPOSITORY}/") and not uri.endswith("index.md") else _LINK.sub(link, markdown)
@@ -75,8 +77,8 @@ def in_repository(uri: str, target: str) -> str | None:
     folder = posixpath.dirname(uri)
     if folder.startswith(REPOSITORY):
         folder = folder.removeprefix(REPOSITORY).lstrip("/")
-    elif uri not in AT_ROOT:
-        folder = posixpath.join("docs", folder)
+    else:
+        folder = "" if folder == PROJECT else posixpath.join("docs", folder)
     path = posixpath.normpath(posixpath.join(folder, target))
     return path if (ROOT / path).exists() else None
 
@@ -87,7 +89,9 @@ def is_page(path: str) -> bool:
 
 
 def page_of(path: str) -> str:
-    """The page that shows a file or folder outside docs/."""
+    """The page of the site that shows a file or folder of the repository."""
+    if is_page(path):
+        return f"{PROJECT}/{path}" if path in AT_ROOT else path.removeprefix("docs/")
     return f"{REPOSITORY}/{path}/index.md" if (ROOT / path).is_dir() else f"{REPOSITORY}/{path}.md"
 
 
