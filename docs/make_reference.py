@@ -59,20 +59,12 @@ lists the names. What is not named here may change without notice. Sizes are in 
 """
 
 EVENTS_HEAD = f"""\
-# Events and metrics
+# Kinds of events, and metrics
 
 {GENERATED}
 
-A run writes one JSON object a line to `events.jsonl`, as it happens; `zmqtrain launch FILE --json` prints the same lines. Read the
-kinds that you know and skip others: new ones come with new features.
-
-| key | value |
-|---|---|
-| `time` | seconds since 1970 on the clock of the process that recorded it; in simulations virtual seconds since the start |
-| `host`, `role`, `rank` | who recorded it. The launcher has the role `coordinator` and no rank |
-| `step` | the step that it belongs to, or null |
-| `kind` | one of those below |
-| `values` | depends on the kind |
+The events of a run stand in `events.jsonl`; [Events](../events.md) describes the file and its lines. Read the kinds that you know and
+skip others: new ones come with new features.
 """
 
 METRICS_HEAD = """\
@@ -339,8 +331,9 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "step": (
         "A worker has made a step",
         "`epoch`, `loss` (mean of its samples), `samples` (its own), `seconds`, `compute_s`, `exposed_s` (waited for the network), "
-        "`data_s` (waited for the batch), `staleness` and `staleness_max` (updates)",
+        "`data_s` (waited for the batch), `lr`, `staleness` and `staleness_max` (updates)",
     ),
+    "sums": ("Many events in a second, of one kind", "see [the file](../events.md#many-events-in-a-second)"),
     "eval": ("An evaluation has ended", "`seconds`, and each metric"),
     "finish": (
         "A worker has trained its last step",

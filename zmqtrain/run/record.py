@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.sinks.base import RunFacts
 from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.observe.summary import Summary
+from zmqtrain.observe.sums import EventSums
 from zmqtrain.run.ending import Ending
 from zmqtrain.run.report import LOG, headline
 from zmqtrain.topology.schema import Topology
@@ -47,6 +48,7 @@ class RunRecord:
         self._directory, self._view, self._world = directory, view, world
         directory.on_failure = view.note
         self.summary = Summary()
+        self._sums = EventSums(description.topology.observe.most_single_events)
         self.quiet = False
         """Do not show that roles fail or stop, because the user asked to stop."""
         self.stopped_at: int | None = None
@@ -100,6 +102,7 @@ class RunRecord:
                 self._directory.trace.add(peer, event)
             else:
                 self.event(peer, event)
+        self._write(self._sums.due())
         self._directory.flush()
 
     def note(self, text: str) -> None:
@@ -127,7 +130,7 @@ class RunRecord:
         }
         if line["kind"] == "stopped":
             self.stopped_at = event["step"]
-        self._directory.event(line)
+        self._write(self._sums.add(line))
         self.summary.add(peer, line)
         self._sinks.take(line)
         while (text := self._sinks.said()) is not None:
@@ -138,6 +141,10 @@ class RunRecord:
         if line["kind"] == "warning":
             self._view.note(f"warning: {peer}: {values.get('text')}")
         self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
+
+    def _write(self, lines: Sequence[dict[str, Any]]) -> None:
+        for line in lines:
+            self._directory.event(line)
 
     def facts(self) -> RunFacts:
         """What sinks learn about the run."""
@@ -181,6 +188,7 @@ class RunRecord:
             "versions": versions(),
             **(more or {}),
         }
+        self._write(self._sums.rest())
         for text in self._sinks.end(ending.status, summary):
             self.note(text)
         directory.leave("summary.json", summary)

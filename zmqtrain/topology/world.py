@@ -159,6 +159,11 @@ class Observe(Section):
 
     trace_steps: int = Field(default=20, ge=0, le=MOST, description="Steps of each worker to record in `trace.json`.")
     progress_every: int = Field(default=0, ge=0, le=MOST, description="Steps between progress lines. 0: about one line a second.")
+    events_per_s: Annotated[int, Field(ge=0, le=MOST)] | Literal["all"] = Field(
+        default=5,
+        description="How many events of a kind `events.jsonl` lists one by one, for each role and second, after the first 200; of "
+        "more it has the sums ([events.md](events.md)). all: every event, in any number.",
+    )
     to: Texts = Field(
         default=(),
         description="Where figures go besides the run directory: `tensorboard`, `prometheus`, `mlflow`, `wandb`, `csv`, or a sink "
@@ -169,6 +174,11 @@ class Observe(Section):
         description="A table of settings for each of these that needs any, such as `prometheus = { port = 9000 }` "
         "([observe.md](observe.md)).",
     )
+
+    @property
+    def most_single_events(self) -> int | None:
+        """`events_per_s` as a number; ``None``: any number."""
+        return None if self.events_per_s == "all" else self.events_per_s
 
     @model_validator(mode="after")
     def _options_of_sinks(self) -> Observe:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from zmqtrain.observe.sinks.base import Figures
-from zmqtrain.observe.summary import mean_staleness, metrics_of
+from zmqtrain.observe.summary import metrics_of
+from zmqtrain.observe.sums import mean_staleness
 
 #: A step is given out without the workers that are this many steps behind the furthest one.
 MOST_BEHIND = 256

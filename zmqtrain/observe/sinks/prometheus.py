@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.sinks.base import QuietSink, RunFacts
-from zmqtrain.observe.summary import mean_staleness, metrics_of
+from zmqtrain.observe.summary import metrics_of
+from zmqtrain.observe.sums import mean_staleness
 
 #: Where it listens by default: nobody else can read it, and the port is in no common program's list.
 ADDRESS, PORT = "127.0.0.1", 9477
