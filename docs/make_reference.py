@@ -63,8 +63,8 @@ EVENTS_HEAD = f"""\
 
 {GENERATED}
 
-The events of a run stand in `events.jsonl`; [Events](../events.md) describes the file and its lines. Read the kinds that you know and
-skip others: new ones come with new features.
+The events of a run stand in `events.jsonl`; [Events](../events.md) describes the file and its lines. Read the kinds that you know
+and skip others: new ones come with new features.
 """
 
 METRICS_HEAD = """\
