@@ -137,7 +137,12 @@ def bench_parallel(*, dilation: float = DILATION, shaping: ShapingKind = "paced"
     def measured(work: Sequence[Work]) -> list[list[Tried]]:
         return asyncio.run(_measured([replace(each, trial=replace(each.trial, steps=steps)) for each in work], dilation, shaping))
 
-    parts = [_Halos(2, dilation), _Halos(4, dilation), _Communication(dilation), _Step(dilation)]
+    parts: list[_Halos | _Communication | _Step | _Plans] = [
+        _Halos(2, dilation),
+        _Halos(4, dilation),
+        _Communication(dilation),
+        _Step(dilation),
+    ]
     parts += [_Plans(model, hosts, dilation) for model in ("ResNet-18", "transformer") for hosts in (2, 4)]
     for part in parts:
         yield from part.cases(measured(part.work))

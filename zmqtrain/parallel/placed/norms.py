@@ -1,7 +1,8 @@
-"""Batch norm with the statistics of the whole batch, wherever its samples, channels and strips are."""
+"""Norms wherever samples, channels and strips are: batch norm with the statistics of the whole batch, and those of each sample."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -92,6 +93,14 @@ def instance_norm(
         return NotImplemented
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if _by_statistics(input) and not _only_channels(input.placement):
+        found, mean, variance = _normalized(input, input.shape[1], weight, bias, eps)
+        count = math.prod(input.shape[2:])
+        with torch.no_grad():
+            for running, own in ((running_mean, mean), (running_var, variance * (count / max(count - 1, 1)))):
+                if running is not None:
+                    running.mul_(1 - momentum).add_(own.mean(0) * momentum)
+        return found
     world, place = input.world, _by_channels(changed(input.placement, summands="none"))
     if place.sample_dimension not in (None, 0):
         place = world.whole_of(place.grid)
@@ -108,6 +117,60 @@ def instance_norm(
         if running_var is not None:
             running_var.mul_(1 - momentum).add_(values.var(inner).mean(0) * momentum)
     return found
+
+
+@function(functional.group_norm, both=True)
+def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Any:
+    """`torch.nn.functional.group_norm` of what is divided: each process its own groups, or sums of statistics."""
+    if not isinstance(input, Placed) or input.dim() < 3 or not _by_statistics(input) or input.shape[1] % num_groups:
+        return NotImplemented
+    world, place, each = input.world, input.placement, input.shape[1] // num_groups
+    if not _only_channels(place) or any(start % each or stop % each for start, stop in place.divisions):
+        return _normalized(input, num_groups, weight, bias, eps)[0]
+    _, parts = _weights(world, place, weight, bias)
+    x = to_local(input, place, world)
+    if not x.shape[1]:  # a process without channels: what it has of weights is as empty
+        return from_local(x + sum(part.sum() for part in parts if part is not None), place, input.shape, world)
+    given = at_least_one(x, place.sample_dimension)
+    own = functional.group_norm(given, x.shape[1] // each, parts[0], parts[1], eps)
+    return from_local(own.narrow(0, 0, x.shape[0]), place, input.shape, world)
+
+
+def _by_statistics(input: Placed) -> bool:
+    """Whether channels or places are divided, of numbers of which torch would sum as precisely."""
+    place = input.placement
+    known = place.divided is not None and place.sample_dimension == 0 and place.summands == "none"
+    return known and input.dtype in (torch.float32, torch.float64)
+
+
+def _only_channels(place: Placement) -> bool:
+    return place.divided == 1 and place.across is None
+
+
+def _normalized(
+    input: Placed, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm by what operators have rules for: places stay divided, and a few numbers of each sample and channel travel, twice in
+    forward and backward. Returns means and variances, too."""
+    samples, channels, *inner = input.shape
+    places, ones = tuple(range(2, input.dim())), [1] * len(inner)
+
+    def of_group(value: Tensor) -> Tensor:
+        """The mean over a group's channels, for each of them."""
+        if groups == channels:
+            return value
+        means = value.reshape(samples, groups, channels // groups).mean(2, keepdim=True)
+        return means.expand(samples, groups, channels // groups).reshape(samples, channels)
+
+    mean = of_group(input.mean(places))
+    apart = input - mean.reshape(samples, channels, *ones)
+    variance = of_group((apart * apart).mean(places))
+    found = apart * (variance + eps).rsqrt().reshape(samples, channels, *ones)
+    if weight is not None:
+        found = found * weight.reshape(1, channels, *ones)
+    if bias is not None:
+        found = found + bias.reshape(1, channels, *ones)
+    return found, mean.detach(), variance.detach()
 
 
 def _layer(world: World, input: Placed, place: Placement, tracked: bool, eps: float) -> Any:
