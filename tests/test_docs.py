@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ def test_every_page_has_one_place_on_the_site() -> None:
     assert len(named) == len(set(named))
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert pages == {page for page in named if not page.startswith("project/")}
+
+
+def test_every_extra_is_explained() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in extras:
+        assert f"`zmqtrain[{extra}]`" in (DOCS / "index.md").read_text()
 
 
 def anchors(page: Path) -> set[str]:
