@@ -195,6 +195,10 @@ class Ours:
                 told = Sent(members - 1, (members - 1) * (2 * channels + 1))
                 there += self._wire(told, placed, layer.calls, itemsize)
                 back += self._wire(all_reduce(2 * channels, members, itemsize), placed, layer.calls, itemsize)
+            elif layer.means and (placed.strips > 1 or (divided and layer.means % grid.rows)):
+                numel = samples * layer.means
+                there += self._wire(all_reduce(numel, grid.rows, self.word_bytes), placed, 2 * layer.calls)
+                back += self._wire(all_reduce(2 * numel, grid.rows, self.word_bytes), placed, layer.calls)
             elif layer.one_row and placed.strips > 1:
                 there += self._wire(all_reduce(samples * layer.numel_out, grid.rows, self.word_bytes), placed, layer.calls)
         return there, back

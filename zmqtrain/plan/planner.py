@@ -77,8 +77,8 @@ def plan(problem: Problem) -> Planned:
     return Planned(problem, tuple(found), price(problem, found), options, ways)
 
 
-#: Seconds for messages and for a byte, of every change between these placements: as the layers' pricing has them.
-_Tables: TypeAlias = dict[Any, tuple[Array, Array]]
+#: Placements, and seconds for messages and for a byte of every change between them; by the layers' part in them.
+_Tables: TypeAlias = dict[Any, tuple[tuple[Placed, ...], Array, Array]]
 
 
 def _fitting(problem: Problem, options: Sequence[Options], tables: _Tables) -> tuple[list[Placed], int]:
@@ -195,17 +195,21 @@ class _Edges:
         messages_s, unit_s = self._known[key]
         return messages_s + unit_s * changing_bytes(self._problem, after) + self._unfit
 
-    def _changes(self, before: Stage, after: Stage, placed: Sequence[Placed]) -> tuple[Array, Array]:
+    def _changes(self, before: Stage, after: Stage, wanted: Sequence[Placed]) -> tuple[Array, Array]:
         problem, link = self._problem, self._problem.link
-        key = problem.pricing.change_key(before, after), tuple(placed)
-        if key not in self._tables:
+        key = problem.pricing.change_key(before, after)
+        placed, messages_s, unit_s = self._tables.get(key, ((), np.zeros(0), np.zeros(0)))
+        if not set(wanted) <= set(placed):
+            placed = tuple(wanted)
             messages_s, unit_s = np.zeros((len(placed), len(placed))), np.zeros((len(placed), len(placed)))
             for back in (False, True) if problem.charge_changes else ():
                 found = problem.pricing.changes(before, placed, after, placed, back=back)
                 messages_s += found.messages * link.alpha_s
                 unit_s += found.unit.nic_bytes * link.byte_s + found.unit.memory_bytes * link.memory_byte_s
-            self._tables[key] = messages_s, unit_s
-        return self._tables[key]
+            self._tables[key] = placed, messages_s, unit_s
+        where = {each: number for number, each in enumerate(placed)}
+        these = np.ix_(*[[where[each] for each in wanted]] * 2)
+        return messages_s[these], unit_s[these]
 
     def _edges(self, before: Stage, after: Stage) -> tuple[Array, Array]:
         problem = self._problem

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from zmqtrain.parallel.communicator import Phase
 from zmqtrain.parallel.domain.batch_norm import DomainBatchNorm2d
 from zmqtrain.parallel.halo import HEIGHT, WIDTH
 from zmqtrain.parallel.model.batch_norm import BatchNorm
@@ -94,12 +97,12 @@ def instance_norm(
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     if _by_statistics(input) and not _only_channels(input.placement):
-        found, mean, variance = _normalized(input, input.shape[1], weight, bias, eps)
+        found, *means = _normalized(input, input.shape[1], weight, bias, eps)
         count = math.prod(input.shape[2:])
         with torch.no_grad():
-            for running, own in ((running_mean, mean), (running_var, variance * (count / max(count - 1, 1)))):
+            for running, each, times in ((running_mean, means[0], 1.0), (running_var, means[1], count / max(count - 1, 1))):
                 if running is not None:
-                    running.mul_(1 - momentum).add_(own.mean(0) * momentum)
+                    running.mul_(1 - momentum).add_(each.mean(0) * (times * momentum))
         return found
     world, place = input.world, _by_channels(changed(input.placement, summands="none"))
     if place.sample_dimension not in (None, 0):
@@ -150,27 +153,69 @@ def _only_channels(place: Placement) -> bool:
 def _normalized(
     input: Placed, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm by what operators have rules for: places stay divided, and a few numbers of each sample and channel travel, twice in
-    forward and backward. Returns means and variances, too."""
-    samples, channels, *inner = input.shape
-    places, ones = tuple(range(2, input.dim())), [1] * len(inner)
+    """The norm of parts of channels or of places, which stay as they are: sums of each sample and group travel, twice in forward
+    and once in backward. Returns means and variances of (samples, groups), too."""
+    world, place = input.world, input.placement
+    _, parts = _weights(world, place, weight, bias)
+    first = place.ranges(place.grid.place(world.rank)[0]).get(1, (0, 0))[0]
+    x = to_local(input, place, world)
+    of = torch.arange(first, first + x.shape[1], device=x.device) // (input.shape[1] // groups)
+    each = math.prod(input.shape[1:]) // groups
+    found, mean, variance = _Normalize.apply(x, *parts, _Sums(world, place, of, groups, each), eps)  # type: ignore[no-untyped-call]
+    of_groups = [world.placed(value, laid(place.grid), (input.shape[0], groups)) for value in (mean, variance)]
+    return from_local(found, place, input.shape, world), of_groups[0], of_groups[1]
 
-    def of_group(value: Tensor) -> Tensor:
-        """The mean over a group's channels, for each of them."""
-        if groups == channels:
-            return value
-        means = value.reshape(samples, groups, channels // groups).mean(2, keepdim=True)
-        return means.expand(samples, groups, channels // groups).reshape(samples, channels)
 
-    mean = of_group(input.mean(places))
-    apart = input - mean.reshape(samples, channels, *ones)
-    variance = of_group((apart * apart).mean(places))
-    found = apart * (variance + eps).rsqrt().reshape(samples, channels, *ones)
-    if weight is not None:
-        found = found * weight.reshape(1, channels, *ones)
-    if bias is not None:
-        found = found + bias.reshape(1, channels, *ones)
-    return found, mean.detach(), variance.detach()
+class _Sums:
+    """Means over groups of channels, of which each process of a column has some channels or places."""
+
+    def __init__(self, world: World, place: Placement, of: Tensor, groups: int, each: int) -> None:
+        """``of``: the group of each of this process's channels. ``each``: elements of a sample's group."""
+        self._column = world.fabric.among(world.members(place, "column"))
+        self._of, self._groups, self._each, self._world, self._layer = of, groups, each, world, world.layer
+
+    def means(self, values: Sequence[Tensor], phase: Phase) -> list[Tensor]:
+        """(samples, groups) of each. All of them travel in one message."""
+        sums = [value.sum(tuple(range(2, value.dim()))) for value in values]
+        parts = [each.new_zeros(len(each), self._groups).index_add(1, self._of, each) for each in sums]
+        label = self._world.label("statistics", phase, self._layer)
+        (found,) = self._column.all_reduce(torch.stack(parts) / self._each, label).wait()
+        return list(found.unbind(0))
+
+    def by_channel(self, value: Tensor, like: Tensor) -> Tensor:
+        """(samples, groups), for each of this process's channels and places."""
+        return value.index_select(1, self._of).reshape(*like.shape[:2], *[1] * (like.dim() - 2))
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, sums: _Sums, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        (mean,) = sums.means([x], "forward")
+        apart = x - sums.by_channel(mean, x)
+        (variance,) = sums.means([apart * apart], "forward")
+        scale = (variance + eps).rsqrt()
+        apart *= sums.by_channel(scale, x)
+        ctx.save_for_backward(apart, scale, weight)
+        ctx.sums, ctx.biased = sums, bias is not None
+        ctx.mark_non_differentiable(mean, variance)
+        ones = [1] * (x.dim() - 2)
+        found = apart * weight.reshape(-1, *ones) if weight is not None else apart.clone()
+        return found + bias.reshape(-1, *ones) if bias is not None else found, mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        apart, scale, weight = ctx.saved_tensors
+        sums: _Sums = ctx.sums
+        others = (0, *range(2, gradient.dim()))
+        of_weight = (gradient * apart).sum(others) if weight is not None else None
+        of_bias = gradient.sum(others) if ctx.biased else None
+        if weight is not None:
+            gradient = gradient * weight.reshape(-1, *[1] * (gradient.dim() - 2))
+        mean, along = (sums.by_channel(each, apart) for each in sums.means([gradient, gradient * apart], "backward"))
+        return (gradient - mean - apart * along) * sums.by_channel(scale, apart), of_weight, of_bias, None, None
 
 
 def _layer(world: World, input: Placed, place: Placement, tracked: bool, eps: float) -> Any:
