@@ -1,4 +1,4 @@
-"""Gossip goes on without those who are lost, and with those who come back: whole runs in simulated time."""
+"""Gossip and averaging go on without those who are lost, and with those who come back: whole runs in simulated time."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def run_averaging(faults: Sequence[Fault], shape: Topology) -> Heard:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_averaging_continues_without_a_lost_worker_and_with_one_that_comes_back(method: str) -> None:
-    heard = run_averaging([kill("worker/1", step=50), restart("worker/2", at=0.15, after=0.02)], averaging(method))
+    heard = run_averaging([kill("worker/1", step=50), restart("worker/2", at=0.025, after=0.01)], averaging(method))
     assert heard.steps["worker/0"] == heard.steps["worker/3"] == list(range(STEPS))
     assert heard.views["worker/0"] == heard.views["worker/3"]
     assert [len(members) for _, members in heard.views["worker/0"]] == [3, 2, 3]
@@ -246,7 +246,7 @@ def test_averaging_continues_without_a_lost_worker_and_with_one_that_comes_back(
 
 
 def test_averaging_at_any_moment() -> None:
-    for number in range(4):
-        shape = averaging(METHODS[number], every=1 + 2 * number % 5)
-        found = list(explore(shape, range(10 * number, 10 * number + 3), faults="random"))
+    for number, every in enumerate((1, 3)):
+        shape = averaging(METHODS[number], every=every)
+        found = list(explore(shape, range(10 * number, 10 * number + 2), faults="random"))
         assert [each.broken for each in found if each.broken] == []
