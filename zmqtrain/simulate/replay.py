@@ -1,7 +1,7 @@
 """What a run without servers must end with: replayed in one process, from the ledger of what counted.
 
-Workers state, for each exchange, over whose contributions it was. All must state the same. With small payloads the replay then knows
-the run's model, whoever was lost or came back.
+Workers state, for each exchange, over whose contributions it was. All must state the same. With small payloads the replay then
+knows the run's model, whoever was lost or came back.
 """
 
 from __future__ import annotations
