@@ -72,7 +72,8 @@ def train(python: Path, folder: Path) -> None:
         (folder / name).write_text(re.findall(rf"```{language}\n(.*?)```", readme, re.DOTALL)[0])
     zmqtrain = python.with_name("zmqtrain")
     run(zmqtrain, "check", "two-groups.toml", cwd=folder)
-    print(run(zmqtrain, "launch", "two-groups.toml", "--run-dir", "run", cwd=folder).strip().splitlines()[-8])
+    printed = run(zmqtrain, "launch", "two-groups.toml", "--run-dir", "run", cwd=folder)
+    print(next(line for line in printed.splitlines() if line.startswith("done in")))
     loading = "from safetensors.torch import load_file; assert load_file('run/model.safetensors')"
     run(python, "-c", loading, cwd=folder)
     run(zmqtrain, "report", "run", cwd=folder)
