@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -52,6 +53,22 @@ class RunRecord:
         self._losses: list[str] = []  # reasons of losses after which the run continued
         self._host_of = {role.peer: role.host for role in self._placement.roles}
 
+    def take_up(self) -> None:
+        """Take up what another launcher has recorded of this run, from its events."""
+        with (self._directory.path / "events.jsonl").open(encoding="utf-8") as events:
+            for text in events:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue  # a line that a lost machine has left
+                role, rank = line["role"], line["rank"]
+                peer = role if role == COORDINATOR else f"{role}/{line['host'] if rank is None else rank}"
+                if line["kind"] == "stopped":
+                    self.stopped_at = line["step"]
+                elif line["kind"] == "lost" and self._topology.elastic:
+                    self._losses.append(str(line["values"]["reason"]))
+                self.summary.add(peer, line)
+
     def settle(self, description: RunDescription) -> None:
         """Set the description, once the hosts and the placement are known."""
         self._topology, self._placement = description.topology, description.placement
@@ -62,6 +79,7 @@ class RunRecord:
         """Take an event of the coordinator (`zmqtrain.membership.coordinator.EventCallback`)."""
         peer = str(values.get("peer", COORDINATOR))
         self.event(peer, {"kind": kind, "time": None, "step": None, "values": values})
+        self._directory.flush()
         if kind == "running":
             self._view.note(str(values["reason"]))
         elif kind == "lost" and self._topology.elastic:

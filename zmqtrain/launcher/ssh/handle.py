@@ -28,11 +28,12 @@ class SshHandle:
         *,
         say: Callable[[str], None],
         log: Callable[[str, str], None],
+        offset: int = 0,
     ) -> None:
-        """``say`` prints lines for the user; ``log(host, text)`` takes what the agent itself prints."""
+        """``say`` prints lines for the user; ``log(host, text)`` takes what the agent itself prints, from ``offset`` on."""
         self._session, self._client, self._run, self._timeouts = session, client, run, timeouts
         self._say, self._log = say, log
-        self._offset = 0
+        self._offset = offset
         self._code: int | None = None
         session.on_log(self._printed)
 
