@@ -7,6 +7,7 @@ from typing import Any
 from zmqtrain.membership.actions import Failure
 from zmqtrain.membership.state import Entry, Presence
 from zmqtrain.net.requests import describe_error, rebuild_error
+from zmqtrain.wire.message import pack_value, unpack_value
 from zmqtrain.wire.payload import Value
 
 #: Names in the ledger: of the run's state, and what the names of members and of barriers that have opened begin with.
@@ -30,7 +31,8 @@ def value_of_failure(failure: Failure) -> Value:
     """A failure, with its error."""
     report = None if failure.report is None else dict(failure.report)
     error: Value = dict(describe_error(failure.error))
-    return [failure.peer, failure.host, failure.exit_code, failure.reason, report, failure.consequence, error, failure.pid]
+    value: Value = [failure.peer, failure.host, failure.exit_code, failure.reason, report, failure.consequence, error, failure.pid]
+    return unpack_value(pack_value(value))  # as it comes back: an error's attributes may be tuples
 
 
 def failure_of_value(value: Any) -> Failure:
