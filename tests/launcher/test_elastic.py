@@ -41,6 +41,8 @@ groups = 3
 batch_size = 8
 [exchange]
 kind = "gossip"
+[observe]
+events_per_s = "all"
 """
 
 

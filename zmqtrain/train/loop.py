@@ -18,6 +18,7 @@ from typing import Any
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.errors import CheckpointError, UsageError, ZmqTrainError
+from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Exchange, RunModel
 from zmqtrain.exchange.checkpoint_part import wait_committed
 from zmqtrain.exchange.members import Members
@@ -106,11 +107,14 @@ class TrainLoop:
             # Not at the end of the previous step: if training stops or ends there, that step's checkpoint is written elsewhere.
             if self.step > first and work.keeps and (here is Here.KEEP or self._is_due(self.step)):
                 await self._keep(self.step)
+            work.callbacks.view(self.step, self._members.at(self.step))
             if not await self._train_step(last=self.step + 1 == steps):
                 return
+            await work.call_back()
             done = self.step
             if job.eval_every and done % job.eval_every == 0 and done != steps:
                 reached = await self._evaluate_between(done) and await stop_point.end()
+                await work.call_back()
         await self._end(first, early=early)
 
     def _is_due(self, step: int) -> bool:
@@ -173,6 +177,7 @@ class TrainLoop:
         if self.work.keeps:
             await self.work.save(self._endpoint, self.exchange, step)
             self._kept = [*self._kept, step][-MOST_KEPT:]
+            self.work.callbacks.checkpoint(step)
             self._recorder.event("checkpoint", step=step, seconds=asyncio.get_running_loop().time() - start)
 
     async def _model_at(self, step: int, *, last: bool) -> ModelState | None:
@@ -238,23 +243,25 @@ class TrainLoop:
         self.phase = Phase.BETWEEN
         self.step += 1
         self._samples += len(self._members.at(step)) // self._context.placement.group_size * self._job_batch
+        lr = self.work.lr
         self.work.after_step()
         if self._rebalance is not None:
             await self._rebalance.after(step, result.samples, result.compute_s)
         updating_s = self.work.updating_s()
-        self._recorder.event(
-            "step",
-            step=step,
-            epoch=epoch,
-            loss=result.loss,
-            samples=result.samples,
-            seconds=loop.time() - start,
-            compute_s=result.compute_s + updating_s,
-            exposed_s=result.exposed_s + max(0.0, loop.time() - handed_over - updating_s),
-            data_s=result.data_s,
+        values: dict[str, EventValue] = {
+            "epoch": epoch,
+            "loss": result.loss,
+            "samples": result.samples,
+            "seconds": loop.time() - start,
+            "compute_s": result.compute_s + updating_s,
+            "exposed_s": result.exposed_s + max(0.0, loop.time() - handed_over - updating_s),
+            "data_s": result.data_s,
+            **({} if lr is None else {"lr": lr}),
             **self._part.staleness(),
             **({} if result.fc_wait_s is None else {"fc_wait_s": result.fc_wait_s}),
-        )
+        }
+        self._recorder.event("step", step=step, **values)
+        self.work.callbacks.step(step, values)
         return True
 
     async def _evaluate_between(self, done: int) -> bool:
@@ -316,6 +323,7 @@ class TrainLoop:
         with self._recorder.span("evaluate", "compute", step=step):
             values = await self.work.evaluate(group, tag, still=still)
         self._evaluated = (step, values)
+        self.work.callbacks.eval(step, values)
         if group.rank == 0:
             seconds = asyncio.get_running_loop().time() - start
             self._recorder.event("eval", step=step, seconds=seconds, **values)
@@ -339,6 +347,7 @@ class TrainLoop:
             if checkpoint:
                 await self._save(step)
                 await self._wait_for_last(step)
+        await work.call_back()
         await self._part.stop()
         if early:
             self._recorder.event("stopped", step=step, kept=kept)

@@ -18,6 +18,7 @@ from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.batches import ring_loader
+from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.device.memory import SmallMemory, differences, exact, expected_parameters, make_memory, numbers_of
 from zmqtrain.train.device.modelled import ModelledReplica, SpeedFactor
 from zmqtrain.train.device.noise import Noise
@@ -64,6 +65,14 @@ class ModelledWork:
             self._ring = ring_loader(context, self._profile.samples, members, contents, AtOnce())
         self._update_s = 0.0
         self._steps = 0
+        self.callbacks = Callbacks((), role.index)
+
+    @property
+    def lr(self) -> None:
+        return None
+
+    async def call_back(self) -> None:
+        return None
 
     @property
     def replica(self) -> ModelledReplica:
