@@ -104,6 +104,7 @@ class Launch:
                 ending = Ending("interrupted", INTERRUPTED)
             except NothingLeftError:
                 self._view.end()
+                self._sinks.end("failed", {})
                 if leadership is not None:
                     leadership.journal.close()
                 raise
@@ -114,6 +115,7 @@ class Launch:
         untouched = leadership is not None and leadership.continues and self._assembly is None
         if ending.error is not None and (untouched or self._superseded):
             # The run goes on: with another launcher, or until one takes it over.
+            self._sinks.end(ending.status, {})
             print(f"\n{headline(ending.error)}", file=sys.stderr, flush=True)
             if leadership is not None:
                 leadership.journal.close()

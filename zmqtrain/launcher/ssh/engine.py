@@ -69,7 +69,8 @@ class SshEngine:
             environ={**environ, HOST: host.address, BIND: preflight.binds[host.name]},
             folder=preflight.folders[host.name],
         )
-        return SshHandle(session, client, places.run, run.timeouts, say=run.say, log=run.log)
+        alone_s = run.topology.job.alone
+        return SshHandle(session, client, places.run, run.timeouts, say=run.say, log=run.log, alone_s=alone_s)
 
     def trace(self, handle: Handle) -> Value:
         """The run directory says on which hosts it has something (`Places`)."""
@@ -80,7 +81,8 @@ class SshEngine:
         places = Places.read(run.directory)
         if places is None:
             return {}
-        client, python, handles = make_client(run.topology.engine.client), places.python, {}
+        client, python, alone_s = make_client(run.topology.engine.client), places.python, run.topology.job.alone
+        handles: dict[str, Handle] = {}
         preflight = Preflight(run, client, places.run, lambda host: Target.of(host, python))
         self._opened = run, client, places, preflight
         await preflight.log_in()
@@ -88,7 +90,9 @@ class SshEngine:
             if session.state["agent"] == "running":
                 # Its log has nothing but what it printed itself.
                 offset = sizes.get(f"logs/{log_name(f'agent/{name}')}.log", 0)
-                handles[name] = SshHandle(session, client, places.run, run.timeouts, say=run.say, log=run.log, offset=offset)
+                handles[name] = SshHandle(
+                    session, client, places.run, run.timeouts, say=run.say, log=run.log, offset=offset, alone_s=alone_s
+                )
         return handles
 
     async def stop(self, handle: Handle, grace: float) -> None:
