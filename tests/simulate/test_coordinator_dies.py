@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.simulate import test_training as training
 from tests.simulate.worlds import profile_file, topology_of
+from zmqtrain import Task
 from zmqtrain.membership.actions import Outcome
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription
@@ -24,8 +27,9 @@ from zmqtrain.simulate.clock import VirtualLoop, run_virtual
 from zmqtrain.simulate.cluster import Cluster
 from zmqtrain.simulate.host import Plan, SimulatedHost, spawn
 from zmqtrain.simulate.inject import Injector
-from zmqtrain.simulate.run import Options, Result, Simulation, resolved
+from zmqtrain.simulate.run import Options, Result, Simulation, _torch_device, resolved
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 from zmqtrain.wire.payload import Value
 
 DRAWS = int(os.environ.get("ZMQTRAIN_DRAWS", "4"))
@@ -79,6 +83,8 @@ class Succession(Simulation):
                     cluster=cluster,
                     token="",
                     coordinator=endpoint.address,
+                    task=self._options.task,
+                    make_device=_torch_device if self._topology.trains else None,
                     audit=self._hear(injector),
                 )
                 for host in self._topology.hosts:
@@ -108,7 +114,9 @@ class Succession(Simulation):
         return leading.result()
 
 
-def life(topology: Topology, deaths: list[tuple[float, float]], folder: Path, alone_s: float = 600.0) -> tuple[Result, Any, int]:
+def life(
+    topology: Topology, deaths: list[tuple[float, float]], folder: Path, alone_s: float = 600.0, task: Task | None = None
+) -> tuple[Result, Any, int]:
     events: Counter[tuple[Any, ...]] = Counter()
 
     def report(peer: str, reported: list[dict[str, Any]]) -> None:
@@ -116,7 +124,7 @@ def life(topology: Topology, deaths: list[tuple[float, float]], folder: Path, al
             if event["kind"] not in ("span", "log"):
                 events[peer, event["kind"], event.get("step")] += 1
 
-    options = Options(on_report=report, checkpoints=folder)
+    options = Options(on_report=report, checkpoints=folder, task=task)
     topology = resolved(topology, 1)
     simulation = Succession(topology, options, list(deaths), alone_s)
     return run_virtual(simulation.run(), seed=1, limit_s=topology.simulation.time_limit), events, simulation.led
@@ -157,3 +165,31 @@ def test_nobody_comes_back(tmp_path: Path) -> None:
     assert led == 2
     assert result.ending.status == "failed"
     assert "silent" in str(result.ending.error)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "every"),
+    [({"kind": "allreduce", "staleness": "async"}, 3), ({"shards": 2}, "0.2 s"), ({"kind": "gossip", "staleness": "async"}, 4)],
+    ids=["allreduce", "servers", "gossip"],
+)
+def test_checkpoints_and_the_model_are_those_of_a_run_that_was_never_disturbed(
+    exchange: dict[str, Any], every: int | str, tmp_path: Path
+) -> None:
+    topology = training.topology_of(tmp_path, 4, 1, job={"steps": 12, "checkpoint_every": every}, exchange=exchange)
+    recipe = training.Recipe()
+    whole, _, _ = life(topology, [], tmp_path / "whole", task=recipe.task())
+    assert (whole.ending.status, whole.broken) == ("done", []), whole.ending.error
+    expected = find_checkpoints(tmp_path / "whole")
+    for draw in range(max(1, DRAWS // 2)):
+        chance = random.Random(f"{exchange} {draw}")
+        deaths = [(chance.uniform(0.1, 1.0) * whole.seconds, chance.choice([0.01, 1.0, 30.0]))]
+        folder = tmp_path / str(draw)
+        result, _, _ = life(topology, deaths, folder, task=recipe.task())
+        assert (result.ending.status, result.ending.error, result.broken) == ("done", None, []), (draw, deaths)
+        found = find_checkpoints(folder)
+        assert found[-1].name == expected[-1].name == "step-00000012", (draw, deaths)
+        assert not [path for path in folder.iterdir() if path not in found]
+        if exchange.get("kind") != "gossip":  # which partner's weights come first is a matter of time
+            for name, mine in Checkpoint(found[-1]).part("model")[0].items():
+                its = Checkpoint(expected[-1]).part("model")[0][name]
+                torch.testing.assert_close(mine.tensor, its.tensor, rtol=1e-12, atol=1e-13)

@@ -216,8 +216,7 @@ class Membership:
 
     async def _returned(self) -> Returned:
         # A coordinator that does not answer, although there is a connection to it, is away, too.
-        if not self._left:
-            self._touch.lose("the coordinator does not answer")
+        self._touch.lose("the coordinator does not answer")
         return await self._touch.returned()
 
     async def _come_back(self) -> Returned:
@@ -268,7 +267,8 @@ class Membership:
                 callback(reason)
 
     def _take_lost(self, peer: PeerId, reason: str) -> None:
-        if peer == COORDINATOR and not self._left and not self._touch.lose(reason):
+        # One that has left may still have something to report.
+        if peer == COORDINATOR and not self._touch.lose(reason) and not self._left:
             self._stop(
                 {"kind": "coordinator lost", "peer": peer, "message": f"the connection to the coordinator is lost: {reason}"}
             )

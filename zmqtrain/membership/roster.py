@@ -464,7 +464,7 @@ class Roster:
         stood_still = now - self._last_tick - self._timeouts.heartbeat_s
         self._last_tick = now
         if self._heard and stood_still > self._timeouts.lost_s / 2:
-            self._heard = dict.fromkeys(self._heard, now)
+            self._heard = {host: max(heard, now) for host, heard in self._heard.items()}
             self._stood_still = (now, stood_still)
 
     def _why_an_agent_is_gone(self, host: str, reason: str, now: float) -> str:

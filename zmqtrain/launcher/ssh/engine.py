@@ -81,7 +81,7 @@ class SshEngine:
         places = Places.read(run.directory)
         if places is None:
             return {}
-        client, python, alone_s = make_client(run.topology.engine.client), places.python, run.topology.job.alone
+        client, python = make_client(run.topology.engine.client), places.python
         handles: dict[str, Handle] = {}
         preflight = Preflight(run, client, places.run, lambda host: Target.of(host, python))
         self._opened = run, client, places, preflight
@@ -90,6 +90,7 @@ class SshEngine:
             if session.state["agent"] == "running":
                 # Its log has nothing but what it printed itself.
                 offset = sizes.get(f"logs/{log_name(f'agent/{name}')}.log", 0)
+                alone_s = run.topology.job.alone
                 handles[name] = SshHandle(
                     session, client, places.run, run.timeouts, say=run.say, log=run.log, offset=offset, alone_s=alone_s
                 )

@@ -31,7 +31,8 @@ class SshHandle:
         offset: int = 0,
         alone_s: float = 0.0,
     ) -> None:
-        """``alone_s``: how long the agent goes on without a launcher. ``say`` prints lines for the user; ``log(host, text)`` takes what the agent itself prints, from ``offset`` on."""
+        """``alone_s``: how long the agent goes on without a launcher. ``say`` prints lines for the user; ``log(host, text)`` takes
+        what the agent itself prints, from ``offset`` on."""
         self._session, self._client, self._run, self._timeouts = session, client, run, timeouts
         self._say, self._log = say, log
         self._offset, self._alone_s = offset, alone_s
