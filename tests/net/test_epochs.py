@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from zmqtrain.errors import SupersededError
+from zmqtrain.errors import ConnectivityError, SupersededError
+from zmqtrain.net.address import split_address
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
@@ -17,8 +20,9 @@ from zmqtrain.wire.payload import Value
 PATIENCE_S = 60.0
 
 
-async def leader(epoch: int) -> tuple[Node, asyncio.Event]:
-    node, superseded = await open_zeromq("coordinator", settings=NetSettings(token="t", epoch=epoch)), asyncio.Event()
+async def leader(epoch: int, **settings: Any) -> tuple[Node, asyncio.Event]:
+    node = await open_zeromq("coordinator", settings=NetSettings(token="t", epoch=epoch, **settings))
+    superseded = asyncio.Event()
     node.on_superseded(superseded.set)
 
     async def which(_caller: PeerId) -> Value:
@@ -82,3 +86,26 @@ async def test_a_leader_learns_from_a_member_that_a_later_one_exists() -> None:
         assert told == []
     finally:
         await asyncio.gather(*(each.close() for each in (old, new, node)))
+
+
+async def test_a_successor_is_found_at_the_address_that_the_member_was_given() -> None:
+    """It announces another one, which leads nowhere from there, as the one before did."""
+    old, _ = await leader(1, advertise="192.0.2.1")
+    ports = [int(address.rpartition(":")[2]) for address in split_address(old.address)]
+    given = f"tcp://127.0.0.1:{ports[0]},{ports[1]}"
+    node, _ = await member("worker/0")
+    found = [node]
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            node.add_peer("coordinator", given)
+            assert (await node.request("coordinator", "which", timeout=PATIENCE_S)).meta == 1
+            await old._transport.close()
+            new, _ = await leader(2, advertise="192.0.2.1", port=ports[0], bulk_port=ports[1])
+            found.append(new)
+            while True:
+                node.add_peer("coordinator", given)
+                with suppress(ConnectivityError):
+                    assert (await node.request("coordinator", "which", timeout=PATIENCE_S)).meta == 2
+                    break
+    finally:
+        await asyncio.gather(*(each.close() for each in found))

@@ -97,6 +97,8 @@ class Switchboard:
             return  # connected when this process or the peer has something to send: most pairs in a large run never do
         if not link.handshake.address:
             self._connect(link, address)
+        elif address == known and address != link.handshake.address and not link.handshake.opened and not link.up:
+            self._connect(link, address)  # the one that it announces itself may lead nowhere from here
         elif address not in (known, link.handshake.address):
             self._end(link, endings.lost(peer, f"it was restarted at {without_key(address)}"))
             self._gone.pop(peer, None)
