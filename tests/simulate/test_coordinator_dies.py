@@ -38,9 +38,8 @@ DRAWS = int(os.environ.get("ZMQTRAIN_DRAWS", "4"))
 class Records:
     """A journal in memory: what one process has written, another one reads."""
 
-    superseded = False
-
     def __init__(self, data: bytearray) -> None:
+        self.superseded = False  # once its process is dead, which cannot even clear up
         self.data, self.ledger = data, replay(bytes(data))[0]
         self._staged: Ledger = {}
 
@@ -50,6 +49,8 @@ class Records:
     def write(self, changes: Mapping[str, Value], *, durable: bool) -> None:
         new = {**self._staged, **changes}
         self._staged.clear()
+        if self.superseded:
+            return
         self.data += encode(new)
         apply(self.ledger, new)
 
@@ -70,12 +71,13 @@ class Succession(Simulation):
             self.led += 1
             settings = replace(net_settings(self._timeouts, ""), epoch=self.led)
             endpoint = cluster.network.endpoint(COORDINATOR, self._topology.hosts[0].name, settings)
+            journal = Records(self.data)
             assembly = Assembly(
                 endpoint,
                 description,
                 checkpoints=self._options.checkpoints,
                 listeners=Listeners(self._event, self._report, self._options.on_checkpoint),
-                journal=Records(self.data),
+                journal=journal,
             )
             if not agents:
                 plan = Plan(
@@ -102,6 +104,7 @@ class Succession(Simulation):
                 await asyncio.wait({leading})
             if leading.done():
                 break
+            journal.superseded = True
             cluster.network.kill(COORDINATOR)
             leading.cancel()
             await asyncio.wait({leading})
