@@ -109,7 +109,7 @@ def test_the_successor_gives_the_agents_time_and_then_loses_the_silent_ones() ->
     table = Table(members(hosts=2, servers=0))
     table.join_all()
     successor = another(table)
-    successor.advance(TIMEOUTS.lost_s * 1.5, hosts=("h0",))
+    successor.advance(TIMEOUTS.lost_s, hosts=("h0",))
     assert successor.roster.state is State.RUNNING
     successor.advance(TIMEOUTS.lost_s, hosts=("h0",))
     assert successor.roster.failures[0].peer == "agent/h1"

@@ -201,7 +201,7 @@ class Launch:
         """Take up what the launcher before has recorded."""
         self._record.take_up()
         self._record.event(COORDINATOR, {"kind": "continued", "values": {"epoch": leadership.epoch}})
-        patience_s = 2 * self._timeouts.lost_s
+        patience_s = self._timeouts.lost_s + self._timeouts.silent_s
         self._record.note(
             f"this launcher has taken over (epoch {leadership.epoch}); a host that is silent for {patience_s:g} s is lost"
         )

@@ -105,7 +105,8 @@ class Coordinator:
             if self._roster.state is State.FAILED:
                 self.failed.set()
             self._do(self._roster.met())
-        for name in ("join", "again", "ready", "barrier", "agree", "heartbeat", "exited", "report", "halt", "failed", "leave"):
+        served = ("join", "again", "ready", "barrier", "agree", "needs_all", "heartbeat", "exited")
+        for name in (*served, "report", "halt", "failed", "leave"):
             endpoint.serve(f"membership.{name}", getattr(self, f"_serve_{name}"))
         endpoint.on_superseded(self._give_way)
         endpoint.on_lost(lambda peer, reason: self._do(self._roster.handle_lost(peer, reason, self._now())))
@@ -340,6 +341,10 @@ class Coordinator:
                     lambda ticket: self._roster.handle_agree(caller, called, number, who, about, ticket, self._now(), numbered)
                 )
         raise ProtocolError(f"{caller} calls an agreement with a wrong name, value or members")
+
+    async def _serve_needs_all(self, caller: PeerId, reason: Value) -> Value:
+        self._do(self._roster.handle_needs_all(caller, str(reason)))
+        return None
 
     async def _serve_heartbeat(self, caller: PeerId, alive: Value) -> Value:
         if not isinstance(alive, list):
