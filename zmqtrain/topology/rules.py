@@ -60,9 +60,17 @@ def _length(topology: Topology) -> Iterator[BrokenRule]:
 
 def _elastic(topology: Topology) -> Iterator[BrokenRule]:
     job, exchange = topology.job, topology.exchange
-    if job.elastic and (exchange.kind != "gossip" or topology.compute.group_size > 1):
+    if job.elastic and exchange.kind == "model_server" and topology.why_not_elastic is not None:
+        what, path = topology.why_not_elastic
         yield rule(
-            'an elastic run needs kind = "gossip" and groups of one worker; with any other exchange all workers '
+            f"with model servers, an elastic run cannot have {what}: remove one of them (elastic = false ends the run when a worker is "
+            "lost)",
+            ("job", "elastic"),
+            path,
+        )
+    elif job.elastic and (exchange.kind not in ("gossip", "model_server") or topology.compute.group_size > 1):
+        yield rule(
+            'an elastic run needs kind = "gossip" or "model_server" and groups of one worker; with any other exchange all workers '
             "would wait for the lost one",
             ("job", "elastic"),
             ("exchange", "kind"),
@@ -70,7 +78,8 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
         )
     if job.restarts and not topology.elastic:
         yield rule(
-            "restarts is for elastic runs (gossip among groups of one worker); in any other run a lost worker ends the run",
+            "restarts is for elastic runs (gossip or model servers, with groups of one worker); in any other run a lost worker ends "
+            "the run",
             ("job", "restarts"),
             ("job", "elastic"),
             ("exchange", "kind"),

@@ -133,6 +133,22 @@ class Topology(Section):
         return can if self.job.elastic is None else self.job.elastic
 
     @property
+    def why_not_elastic(self) -> tuple[str, tuple[str, str]] | None:
+        """What prevents a run with model servers from going on without lost workers, in words, and its setting; ``None``: nothing."""
+        exchange, compute = self.exchange, self.compute
+        sync = exchange.policy == "sync"
+        obstacles: list[tuple[bool, str, tuple[str, str]]] = [
+            (compute.group_size > 1, "groups of several workers", ("compute", "group_size")),
+            (exchange.merged_fc, "merged_fc", ("exchange", "merged_fc")),
+            (exchange.snapshot, "snapshot", ("exchange", "snapshot")),
+            (self.data.shuffle == "ring", 'shuffle = "ring"', ("data", "shuffle")),
+            (compute.parts != "even", "parts", ("compute", "parts")),
+            (sync and bool(self.optimizer.clip_norm), "clip_norm in synchronous training", ("optimizer", "clip_norm")),
+            (sync and compute.precision == "float16", "float16 in synchronous training", ("compute", "precision")),
+        ]
+        return next(((what, path) for there, what, path in obstacles if there), None)
+
+    @property
     def divided(self) -> bool:
         """Whether the workers of a group divide the model, or the images, among them."""
         return self.compute.rows > 1 or (self.parallel.statistics == "whole" and self.compute.group_size > 1)
