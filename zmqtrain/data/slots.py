@@ -1,9 +1,9 @@
 """Which batch each worker takes at each step, if workers may be lost and others may take their place. Pure.
 
-The data is an endless sequence of *slots*: slot ``step * groups + group`` is the batch that this group takes at this step as long as
-nobody is lost. When the members change, a new *era* begins at a step that all of them know. From there on the members take turns,
-each step the next slots: first those that lost workers have left, then the rest in order. So each slot is trained once, whoever was
-lost, and an epoch has all its samples::
+The data is an endless sequence of *slots*: slot ``step * groups + group`` is the batch that this group takes at this step as long
+as nobody is lost. When the members change, a new *era* begins at a step that all of them know. From there on the members take
+turns, each step the next slots: first those that lost workers have left (what they have begun comes before the rest), then new
+ones. So each slot is trained once, whoever was lost, and an epoch has all its samples::
 
     era 0: 3 members    step 0: 0 1 2    step 1: 3 4 -        the last one is lost in step 1
     era 1: 2 members    step 2: 5 6      step 3: 7 8    ...
@@ -74,6 +74,9 @@ class SlotPlan:
         self.eras = [Era(since, tuple(members), begin, tuple(left))]
         self.total: int | None = None
         """The number of slots after which training ends, if that is known."""
+        self.steps: int | None = None
+        """The number of steps after which training ends, if that is known. Only what has been torn is still trained after them, so
+        that each batch counts for all parameters or for none."""
 
     def at(self, step: int) -> Era:
         """The era of ``step``."""
@@ -82,7 +85,9 @@ class SlotPlan:
     def slot(self, step: int, life: Life) -> Slot | None:
         """What this life trains at ``step``; ``None`` if it has no part in the step, or there is no slot for it any more."""
         slot = self.turn(step, life)
-        return None if slot is None or (self.total is not None and slot.number >= self.total) else slot
+        if slot is None or (self.total is not None and slot.number >= self.total):
+            return None
+        return None if self.steps is not None and step >= self.steps and not slot.torn else slot
 
     def turn(self, step: int, life: Life) -> Slot | None:
         """As `slot`, but as if training went on for ever."""
@@ -98,7 +103,7 @@ class SlotPlan:
             if life not in members:
                 low, high = progress.get(life, (before.since, before.since))
                 left += tuple(self._left_by(life, low, high, since))
-        era = Era(since, tuple(members), first, tuple(sorted(left, key=lambda slot: slot.number)))
+        era = Era(since, tuple(members), first, tuple(sorted(left, key=lambda slot: (not slot.torn, slot.number))))
         if before.since == since:  # no step of it has begun
             self.eras.pop()
         self.eras.append(era)
@@ -114,8 +119,11 @@ class SlotPlan:
     @property
     def end(self) -> int | None:
         """The step before which training ends, as far as is known now; ``None`` if nothing ends it."""
+        era = self.eras[-1]
+        if self.steps is not None:
+            torn = sum(bool(slot.torn) for slot in era.left)
+            return max(self.steps, era.since + -(-torn // len(era.members)))
         if self.total is None:
             return None
-        era = self.eras[-1]
         slots = sum(slot.number < self.total for slot in era.left) + max(0, self.total - era.first)
         return era.since + -(-slots // len(era.members))

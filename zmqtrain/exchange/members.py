@@ -68,8 +68,8 @@ class Members(Protocol):
         ...
 
     async def all_trained(self, step: int) -> int | None:
-        """This worker has trained up to ``step``, and has no more to do. Wait until that is so of all members. Returns the largest of
-        their steps; ``None`` if others take part from now on, so that there may be more to do."""
+        """This worker has trained up to ``step``, and has no more to do. Wait until that is so of all members. Returns the largest
+        of their steps; ``None`` if others take part from now on, so that there may be more to do."""
         ...
 
     def before_change(self, prepare: Prepare) -> None:

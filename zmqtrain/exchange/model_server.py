@@ -119,7 +119,7 @@ class ModelServerExchange:
         settings = ModelServerSettings.of(worker.topology, worker.placement, worker.role, worker.timeouts)
         if not context.scaled:
             settings = replace(settings, judges=False)
-        members = context.members if settings.elastic else None
+        members = context.members if context.members.survives else None
         return cls(worker.endpoint, settings, recorder=worker.recorder, members=members)
 
     @property
@@ -251,9 +251,11 @@ class ModelServerExchange:
         stops early waits for no other worker."""
         await self._under_way.cancel()
         self._arithmetic.close()
+        if self._members is not None:
+            await self._members.stop()
         if self._replica is None:
             return
-        await self._ask_servers("finished")
+        await self._ask_servers("finished", *([] if self._life is None else [self._life]))
 
     def staleness(self) -> Sequence[int]:
         result, self._staleness = self._staleness, []

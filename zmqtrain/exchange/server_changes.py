@@ -1,5 +1,5 @@
-"""Changes of the members, with model servers: all workers tell all servers who takes part from a step on, and learn how far those have
-got that were lost.
+"""Changes of the members, with model servers: all workers tell all servers who takes part from a step on, and learn how far those
+have got that were lost.
 
 ::
 

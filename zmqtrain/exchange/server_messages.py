@@ -17,7 +17,7 @@ shown                 server to group 0        ``("shown", piece, label)``      
 finished (request)    worker to servers        ``finished``                                   this worker needs no server
 order                 server 0 to servers      ``("order",)``                                 snapshots: what comes next
 norm                  server to servers        ``("norm", number)``                           clipping: sum of squares
-members (request)     worker to servers        ``members``                                    elastic: who is there; how far others got
+members (request)     worker to servers        ``members``                                    elastic: who is there, how far others
 change (request)      worker to servers        ``change``                                     elastic: a step, and its members
 history (request)     worker to server 0       ``history``                                    elastic: all changes so far
 entered               server to worker         ``("entered", piece, incarnation)``            values for a worker's first step

@@ -40,8 +40,6 @@ class ModelServerSettings:
     """Exchange buckets during backward and the next forward, instead of between them."""
     request_s: float = 60.0
     """How long a server may take to answer a request."""
-    elastic: bool = False
-    """Whether training goes on without workers that are lost."""
     barrier_s: float = 600.0
     """How long parameters or the rest of the group may take (other groups may evaluate in the meantime)."""
 
@@ -73,7 +71,6 @@ class ModelServerSettings:
             clip_norm=topology.optimizer.clip_norm,
             judges=topology.compute.precision == "float16" and not topology.fc_servers and not topology.divided,
             overlap=topology.compute.overlap,
-            elastic=topology.elastic,
             request_s=timeouts.request_s,
             barrier_s=timeouts.barrier_s,
         )

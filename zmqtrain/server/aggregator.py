@@ -79,8 +79,8 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """First apply ``updates``, then send the parameters of ``pieces`` to each (group, for step) of ``answer`` and to those that have
-    ``entered``, then ``keep``."""
+    """First apply ``updates``, then send the parameters of ``pieces`` to each (group, for step) of ``answer`` and to those that
+    have ``entered``, then ``keep``."""
 
     updates: tuple[Update, ...]
     pieces: tuple[int, ...]
@@ -147,10 +147,14 @@ class Aggregator:
         return _useful(unit.drop(group, life) for unit in self._units)
 
     def progress(self, life: int) -> tuple[int, int] | None:
-        """How far a dropped life has got: the fewest and the most steps that it has pushed of a piece. ``None``: it never took part,
-        or there is no piece here."""
+        """How far a dropped life has got: the fewest and the most steps that it has pushed of a piece. ``None``: it never took
+        part, or there is no piece here."""
         steps = [unit.gone[life] for unit in self._units if life in unit.gone]
         return (min(steps), max(steps)) if steps else None
+
+    def away(self, group: int) -> bool:
+        """Whether the group takes no part now, or rests."""
+        return any(unit.machine.clock(group) is None or unit.machine.rests(group) for unit in self._units)
 
     def enter(self, group: int, step: int) -> list[Batch]:
         """See `StalenessMachine.enter`."""

@@ -5,8 +5,8 @@
 During training, and when all workers have left, worker 0 may ask it to keep its part of a checkpoint, and to show its parameters to
 group 0: those of one moment, between two updates.
 
-If workers may be lost (`ServerSettings.elastic`), every worker may ask for that. The server goes on without the lost ones as soon as
-a view of the members or another worker says so (`zmqtrain.exchange.server_changes`), and ends when all that train have finished.
+If workers may be lost (`ServerSettings.elastic`), every worker may ask for that. The server goes on without the lost ones as soon
+as a view of the members or another worker says so (`zmqtrain.exchange.server_changes`), and ends when all that train have finished.
 """
 
 from __future__ import annotations
@@ -192,9 +192,10 @@ class ModelServer:
         self._configured.set_result(configuration)
         return None
 
-    async def _on_finished(self, caller: PeerId) -> Value:
-        if self._settings.elastic:
-            self._finished.add(caller)
+    async def _on_finished(self, caller: PeerId, life: int | None = None) -> Value:
+        if self._elastic:
+            if self._lives.get(caller) == life:
+                self._finished.add(caller)
             self._maybe_end()
             return None
         if caller not in self._settings.workers or caller in self._finished:
@@ -208,7 +209,7 @@ class ModelServer:
         return None
 
     async def _on_left(self, caller: PeerId, since: int = 0) -> Value:
-        if self._settings.elastic:
+        if self._elastic:
             if self._serving is not None and since == self._since:  # otherwise it has more to train by now
                 await self._serving.rest(self._group_of(caller))
             return None
@@ -237,7 +238,7 @@ class ModelServer:
 
     def _reader(self, caller: PeerId) -> int:
         """The group that reads what ``caller`` has asked for."""
-        return self._group_of(caller) if self._settings.elastic else 0
+        return self._group_of(caller) if self._elastic else 0
 
     # If workers may be lost.
 
@@ -278,13 +279,11 @@ class ModelServer:
             for peer, life in list(self._lives.items()):
                 if lives.get(peer) != life:
                     await self._drop_now(peer, life)
-            rows: list[Value] = []
-            for peer, dropped in self._dropped.items():
-                for life in dropped:
-                    if (progress := await self._serving.progress(life)) is not None:
-                        rows.append([peer, life, *progress])
-        most = max((int(row[3]) for row in rows if isinstance(row, list) and isinstance(row[3], int)), default=0)
-        return [max(most, self._since), rows]
+            lost = [(peer, life) for peer, dropped in self._dropped.items() for life in dropped]
+            found = [(peer, life, await self._serving.progress(life)) for peer, life in lost]
+            rows = [(peer, life, *progress) for peer, life, progress in found if progress is not None]
+            told_back: list[Value] = [[*row] for row in rows]
+            return [max([self._since, *(most for *_, most in rows)]), told_back]
 
     async def _on_change(self, caller: PeerId, since: int, told: Value) -> Value:
         lives = _lives(told)
@@ -305,6 +304,11 @@ class ModelServer:
         return [self._base, changes]
 
     @property
+    def _elastic(self) -> bool:
+        """Whether training goes on without workers that are lost: they must ask for it, too (a script's do not)."""
+        return self._base is not None
+
+    @property
     def _since(self) -> int:
         """The first step of those that train now."""
         return self._changes[-1][0] if self._changes else self._first
@@ -323,7 +327,7 @@ class ModelServer:
             self._done.set_exception(self._halted)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
-        if self._settings.elastic and self._serving is not None:
+        if self._elastic and self._serving is not None:
             return
         if peer in self._settings.workers and peer not in self._finished and not self._done.done():
             self._done.set_exception(PeerLostError(peer, reason, waiting_for="its gradients"))

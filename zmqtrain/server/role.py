@@ -45,7 +45,8 @@ class CoordinatorCheckpoints:
 async def run_server(context: RoleContext) -> None:
     """Serve a shard of the model until all workers have finished. Opens nothing and leaves nothing open.
 
-    Raises `PeerLostError` if a worker is lost (if the run cannot go on without it), and `CheckpointError` if a resumed run has no part for this server.
+    Raises `PeerLostError` if a worker is lost and the run cannot go on without it, and `CheckpointError` if a resumed run has no
+    part for this server.
     """
     role, timeouts = context.role, context.timeouts
     settings = ServerSettings(

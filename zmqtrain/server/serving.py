@@ -127,7 +127,7 @@ class Serving:
         self._endpoint, self._recorder, self._background = tools.endpoint, tools.recorder, tools.background
         self._checkpoints, self._arithmetic = tools.checkpoints, tools.arithmetic
         self._configuration, self._shard, self._finished = configuration, shard, finished
-        self._elastic = tools.settings.elastic
+        self._elastic = configuration.elastic is not None
         self._lock = asyncio.Lock()  # one push, leaving or ordered event at a time
         self._gone: set[int] = set()  # groups
         self._lives: dict[int, int] = {}  # group -> which of its processes trains, if they may be lost
@@ -168,8 +168,8 @@ class Serving:
     # Arriving messages.
 
     async def keep(self, step: int, *, show: bool, ordered: bool, to: int = 0) -> None:
-        """Keep the shard for the checkpoint at ``step``, and ``show`` it to the group ``to``, too. ``ordered``: with snapshots, when
-        it is this event's turn, so that all servers keep the same version; otherwise at once, since the run ends."""
+        """Keep the shard for the checkpoint at ``step``, and ``show`` it to the group ``to``, too. ``ordered``: with snapshots,
+        when it is this event's turn, so that all servers keep the same version; otherwise at once, since the run ends."""
         if not self._shard.entries:  # the collector knows that this server has no part
             return
         async with self._lock:
@@ -211,7 +211,8 @@ class Serving:
             self._lives = dict(lives)
             self._gone.clear()
             for group in lives:
-                self._recorder.audit("entered", group=group, step=step)
+                if self._aggregator.away(group):
+                    self._recorder.audit("entered", group=group, step=step)
                 await self._carry_out(partial(self._aggregator.enter, group, step), 0)
 
     async def rest(self, group: int) -> None:

@@ -95,6 +95,10 @@ class StalenessMachine:
         """The group's next step to push; ``None`` if it does not take part."""
         return self._clock.get(group, self._coming.get(group))
 
+    def rests(self, group: int) -> bool:
+        """Whether the group has nothing to push for now."""
+        return group in self._resting
+
     def expected(self, group: int) -> int:
         """The next step that the group has to push. Raises `UnknownGroupError`."""
         if group not in self._clock:

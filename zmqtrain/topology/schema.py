@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from zmqtrain.processors import gpus
 from zmqtrain.topology.compute import Compute
+from zmqtrain.topology.elastic import why_not_elastic
 from zmqtrain.topology.exchange import Bound, ExchangeSection
 from zmqtrain.topology.hosts import Host, Hosts, gathered
 from zmqtrain.topology.job import Job, Until
@@ -129,24 +130,12 @@ class Topology(Section):
     @property
     def elastic(self) -> bool:
         """Whether the run carries on without workers that are lost."""
-        can = self.exchange.kind == "gossip" and self.compute.group_size == 1
-        return can if self.job.elastic is None else self.job.elastic
+        return why_not_elastic(self) is None if self.job.elastic is None else self.job.elastic
 
     @property
-    def why_not_elastic(self) -> tuple[str, tuple[str, str]] | None:
-        """What prevents a run with model servers from going on without lost workers, in words, and its setting; ``None``: nothing."""
-        exchange, compute = self.exchange, self.compute
-        sync = exchange.policy == "sync"
-        obstacles: list[tuple[bool, str, tuple[str, str]]] = [
-            (compute.group_size > 1, "groups of several workers", ("compute", "group_size")),
-            (exchange.merged_fc, "merged_fc", ("exchange", "merged_fc")),
-            (exchange.snapshot, "snapshot", ("exchange", "snapshot")),
-            (self.data.shuffle == "ring", 'shuffle = "ring"', ("data", "shuffle")),
-            (compute.parts != "even", "parts", ("compute", "parts")),
-            (sync and bool(self.optimizer.clip_norm), "clip_norm in synchronous training", ("optimizer", "clip_norm")),
-            (sync and compute.precision == "float16", "float16 in synchronous training", ("compute", "precision")),
-        ]
-        return next(((what, path) for there, what, path in obstacles if there), None)
+    def asks_elastic(self) -> bool:
+        """Whether the file asks for that, so that a run which cannot do it is refused."""
+        return bool(self.job.elastic or (self.job.restarts and self.elastic))
 
     @property
     def divided(self) -> bool:

@@ -29,7 +29,6 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.shares import Shares, in_step
 from zmqtrain.wire.tensor import TensorPayload
 
-
 _OTHER_DATA = "resume with the data, and in a run with model servers that may lose workers, as it was written"
 
 
@@ -147,8 +146,8 @@ class OrderedBatches(_Counted):
 
 
 class SlottedBatches(_Counted):
-    """Implements `Batches` with `Partition` and `zmqtrain.data.slots`: each worker has a whole group's batch, and which one depends on
-    who was lost."""
+    """Implements `Batches` with `Partition` and `zmqtrain.data.slots`: each worker has a whole group's batch, and which one depends
+    on who was lost."""
 
     def __init__(
         self,
@@ -353,10 +352,10 @@ def _check_stream(source: Source, context: RoleContext, *, limited: bool) -> Non
     topology = context.topology
     exchange = topology.exchange
     apart = exchange.kind == "model_server" and exchange.policy != "sync" and context.placement.groups > 1
-    if topology.elastic:
+    if topology.asks_elastic:
         raise UsageError(
-            f"{source.name} is a stream, and no other worker can take over a part of it: set [job] elastic = false, or use a "
-            "map-style dataset"
+            f"{source.name} is a stream, and no other worker can take over a part of it: remove [job] elastic and restarts, or use "
+            "a map-style dataset"
         )
     if topology.compute.parts == "measured":
         raise UsageError(

@@ -94,8 +94,10 @@ class TrainLoop:
             for _ in range(first):
                 work.after_step()
         self._samples = first * self._job_batch * self._context.placement.groups
-        if members.slots is not None and job.steps is None and job.until is None and work.steps_per_epoch is not None:
-            members.slots.total = (job.epochs or 1) * work.steps_per_epoch * self._context.placement.groups
+        if members.slots is not None:
+            members.slots.steps = job.steps if job.until is None else job.until.max_steps
+            if members.slots.steps is None and job.until is None and work.steps_per_epoch is not None:
+                members.slots.total = (job.epochs or 1) * work.steps_per_epoch * self._context.placement.groups
         self._recorder.event("start", step=first, steps=self._steps(), restored=restored is not None, **work.describe())
         announce(self._context, work.shares, first)
         elastic = self._part.served_elastically
@@ -136,9 +138,9 @@ class TrainLoop:
             if not await self._train_step(last=self.step + 1 == steps):
                 return Outcome.ABANDONED
             done = self.step
-            if job.eval_every and done % job.eval_every == 0 and done != self._steps():
-                if await self._evaluate_between(done) and await stop_point.end():
-                    return Outcome.REACHED
+            due = job.eval_every and done % job.eval_every == 0 and done != self._steps()
+            if due and await self._evaluate_between(done) and await stop_point.end():
+                return Outcome.REACHED
 
     def _due(self) -> bool:
         """Whether this worker has a part in the next step."""
@@ -242,14 +244,14 @@ class TrainLoop:
     def _steps(self) -> int | None:
         """How many steps each group trains; None if that depends on a metric or on the end of the data."""
         job = self._job
+        if job.until is not None and not self.work.evaluates:
+            raise UsageError("[job] until needs an evaluation: give the task eval_data")
+        if self._members.slots is not None:
+            return self._members.slots.end
         if job.until is not None:
-            if not self.work.evaluates:
-                raise UsageError("[job] until needs an evaluation: give the task eval_data")
             return job.until.max_steps
         if job.steps is not None:
             return job.steps
-        if self._members.slots is not None:
-            return self._members.slots.end
         each = self.work.steps_per_epoch
         return None if each is None else (job.epochs or 1) * each
 

@@ -92,16 +92,16 @@ class Participant:
         return self.members.slots is not None
 
     async def all_trained(self) -> int | None:
-        """This worker has nothing more to train. Returns when that is so of all, with the largest of their steps; or ``None``: others
-        take part from now on, so that there may be more."""
+        """This worker has nothing more to train. Returns when that is so of all, with the largest of their steps; or ``None``:
+        others take part from now on, so that there may be more."""
         await self.exchange.settle()
         await self._quiet()
         await self.exchange.leave()
         return await self._trained.of_living(self.members)
 
     def leads(self, step: int) -> bool:
-        """Whether this worker does what one worker, or one group, does for all (evaluations of servers' parameters, checkpoints): the
-        first group or, if workers may be lost, the first that has trained up to ``step`` and is still there."""
+        """Whether this worker does what one worker, or one group, does for all (evaluations of servers' parameters, checkpoints):
+        the first group or, if workers may be lost, the first that has trained up to ``step`` and is still there."""
         if not self.served_elastically:
             return self._role.group == 0
         before = max(0, step - 1)
