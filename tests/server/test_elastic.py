@@ -47,6 +47,7 @@ class TestEntering:
         made.pushed(0, 2)
         made.left(2)
         assert made.enter(2, 3).entered == ()
+        assert made.enter(2, 4).entered == ()  # others change once more; its first step stays
         assert made.groups == (0, 1)
         decision = made.pushed(1, 2)
         assert decision.apply == (0, 1)
@@ -70,6 +71,16 @@ class TestEntering:
         assert made.pushed(1, 2).entered == ()
         with pytest.raises(UnknownGroupError):
             made.pushed(2, 3)
+
+    def test_sync_one_after_the_other_if_all_who_were_there_are_lost(self) -> None:
+        made = machine(SYNC, 1, 1, 1)
+        made.left(0)
+        made.enter(0, 2)
+        made.left(1)
+        made.enter(1, 3)
+        assert made.left(2).entered == (0,)
+        decision = made.pushed(0, 2)
+        assert (decision.apply, decision.answer, decision.entered) == ((0,), ((0, 3),), (1,))
 
     def test_those_who_are_there_stay_as_they_are(self) -> None:
         made = machine(ASYNC, 3, 1)

@@ -106,8 +106,10 @@ class ElasticMembers:
     def before_change(self, prepare: Prepare) -> None:
         self._prepare = prepare
 
-    async def all_trained(self, step: int) -> int | None:
+    async def all_trained(self, step: int, more: Callable[[], bool]) -> int | None:
         await self.settled()
+        if more():
+            return None
         view = self._membership.view
         living = self._living(view)
         if living != self._plans[-1][1]:  # the agreement about that begins at once

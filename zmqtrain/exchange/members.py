@@ -67,9 +67,9 @@ class Members(Protocol):
         """As `release`, just before ``step`` begins: it may begin if ``due()`` then says so, which is returned."""
         ...
 
-    async def all_trained(self, step: int) -> int | None:
-        """This worker has trained up to ``step``, and has no more to do. Wait until that is so of all members. Returns the largest
-        of their steps; ``None`` if others take part from now on, so that there may be more to do."""
+    async def all_trained(self, step: int, more: Callable[[], bool]) -> int | None:
+        """This worker has trained up to ``step``, and had no more to do. Wait until that is so of all members. Returns the largest
+        of their steps; ``None`` if others take part from now on, so that there may be ``more()`` to do."""
         ...
 
     def before_change(self, prepare: Prepare) -> None:
@@ -131,7 +131,7 @@ class FixedMembers:
     async def begin(self, step: int, due: Callable[[], bool]) -> bool:
         return True
 
-    async def all_trained(self, step: int) -> int | None:
+    async def all_trained(self, step: int, more: Callable[[], bool]) -> int | None:
         raise AssertionError("fixed members wait at a barrier")
 
     def before_change(self, prepare: Prepare) -> None:

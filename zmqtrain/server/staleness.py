@@ -140,6 +140,8 @@ class StalenessMachine:
                 self._resting.discard(group)
                 self._clock[group] = max(self._clock[group], step)
             return Decision()
+        if group in self._coming:
+            return Decision()
         if self._policy.kind == "sync":
             self._coming[group] = step
             return self._admitted(Decision(reason=f"group {group} enters at step {step}"))
@@ -187,8 +189,9 @@ class StalenessMachine:
         """The decision, and those that enter now, because all steps before theirs are done."""
         if not self._coming or self._waiting:
             return decision
-        done = max((step for group, step in self._clock.items() if group not in self._resting), default=None)
-        entered = tuple(sorted(group for group, step in self._coming.items() if done is None or step <= done))
+        first = min(self._coming.values())  # if nobody else is left
+        done = max((step for group, step in self._clock.items() if group not in self._resting), default=first)
+        entered = tuple(sorted(group for group, step in self._coming.items() if step <= done))
         if not entered:
             return decision
         self._clock = dict(sorted({**self._clock, **{group: self._coming.pop(group) for group in entered}}.items()))

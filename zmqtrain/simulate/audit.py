@@ -154,7 +154,9 @@ class Auditor:
         """All violations, in words. ``faults``: what was injected."""
         anybody = any(worker.peer not in self._lost for worker in self._placement.workers)
         elastic = self._topology.elastic and anybody
-        fatal = [fault for fault in faults if not fault.survivable(self._timeouts, elastic=elastic)]
+        fatal = [
+            fault for fault in faults if not fault.survivable(self._timeouts, elastic=elastic and not self._hits_server(fault))
+        ]
         preempted = ending.status == "preempted" or (ending.error or {}).get("kind") == "preempted"
         if ending.status == "done" or (preempted and self.stopped_at is not None):
             self._check_done(corrupted=any(fault.kind == "corrupt" for fault in faults))
@@ -164,6 +166,12 @@ class Auditor:
             self.note(f"the run ended with status {ending.status} ({what}), although all its faults can be survived")
         self._check_end(seconds, faults)
         return list(self._broken)
+
+    def _hits_server(self, fault: Fault) -> bool:
+        """Whether a server may be lost, without which no run goes on."""
+        servers = (*self._placement.server_roles, *self._placement.fc_roles)
+        hit = {fault.target, *(host for side in fault.sides for host in side)}
+        return any(server.peer in hit or server.host in hit for server in servers)
 
     def _check_done(self, *, corrupted: bool) -> None:
         job, compute = self._topology.job, self._topology.compute

@@ -43,13 +43,13 @@ class AllTrained:
             else:
                 return self._step()
 
-    async def of_living(self, members: Members) -> int | None:
+    async def of_living(self, members: Members, more: Callable[[], bool]) -> int | None:
         """As `wait`, with members of whom some may be lost: returns ``None`` if others take part from now on, so that there may be
-        more to train."""
+        ``more()`` to train."""
         before: list[int] = []
         while True:
             try:
-                return await members.all_trained(self._step())
+                return await members.all_trained(self._step(), more)
             except PeerTimeoutError:
                 now = await self._steps_of_living(members)
                 if now == before:

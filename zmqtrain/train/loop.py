@@ -103,7 +103,7 @@ class TrainLoop:
         elastic = self._part.served_elastically
         stop_point.open(first, self._steps() if not elastic or job.steps is not None else None)
         outcome = await self._train(first)
-        while outcome is Outcome.DONE and elastic and await self._part.all_trained() is None:
+        while outcome is Outcome.DONE and elastic and await self._part.all_trained(self._more) is None:
             outcome = await self._train(first)  # others may have left something to train
         if outcome is not Outcome.ABANDONED:
             await self._end(first, early=outcome is Outcome.STOPPED)
@@ -141,6 +141,12 @@ class TrainLoop:
             due = job.eval_every and done % job.eval_every == 0 and done != self._steps()
             if due and await self._evaluate_between(done) and await stop_point.end():
                 return Outcome.REACHED
+
+    def _more(self) -> bool:
+        """Whether a change of the members has left this worker something to train."""
+        plan, slot = self._members.slots, self._members.slot
+        assert plan is not None
+        return slot(self.step) is not None or slot(max(self.step, plan.eras[-1].since)) is not None
 
     def _due(self) -> bool:
         """Whether this worker has a part in the next step."""

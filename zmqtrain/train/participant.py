@@ -77,7 +77,7 @@ class Participant:
         errors of
         `AllTrained.wait`."""
         if self.served_elastically:
-            while (step := await self.all_trained()) is None:
+            while (step := await self.all_trained(lambda: False)) is None:
                 pass
             return step
         await self.exchange.settle()
@@ -91,13 +91,17 @@ class Participant:
         train."""
         return self.members.slots is not None
 
-    async def all_trained(self) -> int | None:
-        """This worker has nothing more to train. Returns when that is so of all, with the largest of their steps; or ``None``:
-        others take part from now on, so that there may be more."""
+    async def all_trained(self, more: Callable[[], bool]) -> int | None:
+        """This worker had nothing more to train. Returns when that is so of all, with the largest of their steps; or ``None``:
+        others take part from now on, so that there may be ``more()``."""
         await self.exchange.settle()
         await self._quiet()
-        await self.exchange.leave()
-        return await self._trained.of_living(self.members)
+        await self.members.settled()
+        plan = self.members.slots
+        assert plan is not None
+        era = plan.eras[-1]
+        await self.exchange.leave()  # until others take part, and after that again
+        return await self._trained.of_living(self.members, lambda: plan.eras[-1] is not era or more())
 
     def leads(self, step: int) -> bool:
         """Whether this worker does what one worker, or one group, does for all (evaluations of servers' parameters, checkpoints):
