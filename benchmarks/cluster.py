@@ -52,6 +52,8 @@ kind = "{engine}"
 {compute}
 [exchange]
 {exchange}
+[observe]
+events_per_s = "all"
 """
 _GROUP, _GROUPS = f"group_size = {HOSTS}", f"groups = {HOSTS}"
 #: For each exchange: how workers form groups, its section, and the bytes that a host sends in a step, over the model's.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zmqtrain.simulate.run import simulate
     from zmqtrain.topology.load import load_topology
     from zmqtrain.topology.schema import Topology
+    from zmqtrain.train.callback import Callback, StepDone
     from zmqtrain.train.task import Task
 
     __version__: str
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncSession",
     "Averaging",
+    "Callback",
     "Gossip",
     "ModelServers",
     "NetworkFabric",
     "OwnRun",
     "RunStopped",
     "Session",
+    "StepDone",
     "Task",
     "Topology",
     "ZmqTrainError",
@@ -55,12 +58,14 @@ __all__ = [
 _HOME = {
     "AsyncSession": "zmqtrain.embed.session",
     "Averaging": "zmqtrain.c10d.averaging",
+    "Callback": "zmqtrain.train.callback",
     "Gossip": "zmqtrain.c10d.hook",
     "ModelServers": "zmqtrain.c10d.servers",
     "NetworkFabric": "zmqtrain.parallel.network",
     "OwnRun": "zmqtrain.embed.own_run",
     "RunStopped": "zmqtrain.errors",
     "Session": "zmqtrain.embed.session",
+    "StepDone": "zmqtrain.train.callback",
     "Task": "zmqtrain.train.task",
     "Topology": "zmqtrain.topology.schema",
     "ZmqTrainError": "zmqtrain.errors",

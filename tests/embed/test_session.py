@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -63,6 +64,35 @@ def test_a_session_without_a_launcher_is_plain_training() -> None:
         assert torch.equal(session.all_reduce(torch.ones(3), "mean"), torch.ones(3))
         session.barrier()
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(model), plain_training(seen), strict=True))
+
+
+def test_callbacks_are_called_in_the_loops_thread_with_what_was_reported() -> None:
+    class Heard(zmqtrain.Callback):
+        def __init__(self) -> None:
+            self.losses: list[float | None] = []
+            self.said: list[str] = []
+
+        def on_step(self, done: zmqtrain.StepDone) -> None:
+            assert threading.current_thread() is threading.main_thread()
+            self.losses.append(done.loss)
+
+        def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+            self.said.append(f"{step} {dict(metrics)}")
+
+    model, heard, losses = network(), Heard(), []
+    with zmqtrain.session() as session:
+        model, optimizer = session.replicate(model, sgd(model), callbacks=[heard])
+        for inputs, target in session.batches(DATA, 0, batch_size=50):
+            loss = cross_entropy(model(inputs), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            session.report(loss=loss.item())
+        session.report("eval", accuracy=0.5)
+        assert heard.said == ["4 {'accuracy': 0.5}"]
+    assert heard.losses == losses
+    assert len(losses) == 4
 
 
 async def test_the_same_in_an_event_loop() -> None:

@@ -25,6 +25,8 @@ from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
+from zmqtrain.observe.sinks.fan_out import FanOut
+from zmqtrain.observe.sinks.make import make_sinks
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place, place_before
 from zmqtrain.topology.schema import Topology
@@ -69,6 +71,7 @@ def _launch_tuned(
             'groups = "auto" needs a task and a launch in the foreground: set [compute] groups to a number, or '
             "remove the script, --detach or --submit"
         )
+    make_sinks(topology.observe.to)  # now rather than after the search
     begun = _begun(options)
     resume = options.resume if begun is None else str(begun)
     data = _data_path(topology, options)
@@ -89,6 +92,7 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
         find_task(topology.job.task, (".", *topology.job.python_path))  # fail here and now, rather than in every worker
     if options.go_on and options.run_dir is None:
         raise UsageError("--continue needs the directory of the run to continue: add --run-dir DIR")
+    sinks = FanOut(topology.observe.to, topology.observe.options)  # refuses what is not installed here
     begun = _begun(options)
     resume_from = _resume_from(begun, options.resume, topology.job.name)
     directory = RunDirectory.create(topology.job.name, exact=options.run_dir) if begun is None else RunDirectory.go_on(begun)
@@ -107,7 +111,7 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
         write_pid(directory)
         groups = {role.peer: role.group for role in placement.workers}
         view = make_view(groups, json_lines=options.json_lines, every_steps=topology.observe.progress_every)
-        launch = Launch(description, directory, view, emulation=emulation, engine=engine)
+        launch = Launch(description, directory, view, emulation=emulation, engine=engine, sinks=sinks)
         return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
 
     return _go_detached(directory.path, go, events_before, json_lines=options.json_lines) if options.detach else go()

@@ -21,6 +21,7 @@ from zmqtrain.errors import CheckpointError, HostLostError, SshError, UsageError
 from zmqtrain.launcher.slurm.submit import cancel, job_of, state_of
 from zmqtrain.launcher.ssh.leftovers import stop_hosts
 from zmqtrain.observe.run_directory import find_run, log_name, runs_of, training_of
+from zmqtrain.observe.sums import SUMS
 from zmqtrain.train.checkpoint.folder import find_checkpoints
 
 #: Seconds between two looks at what a run has printed.
@@ -220,6 +221,9 @@ def _last_step(path: Path) -> dict[str, object] | None:
                 event = json.loads(line)
             except ValueError:
                 continue
+            values = event["values"]
+            if event["kind"] == SUMS and values["of"] == "step":
+                return {"steps": event["step"] + 1, "loss": values["last"].get("loss")}
             if event["kind"] == "step":
-                return {"steps": event["step"] + 1, "loss": event["values"].get("loss")}
+                return {"steps": event["step"] + 1, "loss": values.get("loss")}
     return None

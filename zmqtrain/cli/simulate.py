@@ -17,6 +17,7 @@ from zmqtrain.launcher.streams import survive_closed_streams
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.observe.strict_json import dumps
 from zmqtrain.processors import processors
 from zmqtrain.run.ending import Ending
@@ -80,6 +81,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     topology = resolved(topology, seed)
     placement = place(topology)
     schedule = faults_for(topology, seed, source, horizon_of(topology) if source == "random" else 0.0)
+    sinks = FanOut(topology.observe.to, topology.observe.options)
     directory = RunDirectory.create(topology.job.name, exact=run_dir)
     directory.write("topology.toml", topology.to_toml())
     write_pid(directory)
@@ -88,7 +90,9 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     groups = {role.peer: role.group for role in placement.workers}
     view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
     # Progress is shown by real time, not by virtual time.
-    record = RunRecord(description, directory, view, world="simulated", clock=time.monotonic)
+    record = RunRecord(description, directory, view, world="simulated", clock=time.monotonic, sinks=sinks)
+    for begun in sinks.begin(record.facts()):
+        begun.result(topology.job.timeouts.join_s)
     options = Options(
         faults=schedule,
         data_path=data_path,

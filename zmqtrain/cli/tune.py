@@ -14,6 +14,7 @@ from zmqtrain.errors import UsageError
 from zmqtrain.experiment.search import TuningRun
 from zmqtrain.experiment.tuning import require_trials
 from zmqtrain.launcher.streams import survive_closed_streams
+from zmqtrain.observe.sinks.make import make_sinks
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.tune.baselines import StrategyName
 
@@ -53,6 +54,7 @@ def run_tune(
     if how.curves and topology.tune.target_loss is None:
         raise UsageError("--curves needs a target: set [tune] target_loss")
     require_trials(file, topology)
+    make_sinks(topology.observe.to)  # now rather than after the search
     if how.simulate and any(fault.at is None for fault in topology.faults):
         raise UsageError(
             '[[faults]] cannot have a "step" in a search, since each trial counts its own steps: give "at" (a time) instead'

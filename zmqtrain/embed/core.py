@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
@@ -22,7 +22,7 @@ from zmqtrain.data.batch import Batch
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.source import Shard
 from zmqtrain.embed.device import CallersDevice
-from zmqtrain.embed.feed import Feed, make_feed
+from zmqtrain.embed.feed import Feed, StreamFeed, make_feed
 from zmqtrain.embed.grid.begin import begin_alike
 from zmqtrain.embed.grid.meeting import Meetings
 from zmqtrain.embed.grid.model import DividedScript
@@ -40,6 +40,8 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.turns import handing_over
+from zmqtrain.train.callback import Callback
+from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.saving import send_model, whole_state
 from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.base import Staging
@@ -84,6 +86,8 @@ class Core:
         self._feeds: list[Feed] = []
         self._running: set[asyncio.Task[Any]] = set()
         self._other_loops = OtherLoops(context.endpoint, self._coupled(), timeouts.request_s)
+        self.callbacks = Callbacks((), context.role.index)
+        """The session's. Their calls are delivered in the thread of the loop."""
         self._samples = 0
         self._evaluated: tuple[int, dict[str, float | int | str | bool]] = (0, {})  # the last report, and its step
         self.finished = False
@@ -128,7 +132,7 @@ class Core:
         for task in self._running:
             task.cancel()
 
-    async def replicate(self, model: M, optimizer: O, overlap: bool | None) -> tuple[M, O]:
+    async def replicate(self, model: M, optimizer: O, overlap: bool | None, callbacks: Sequence[Callback] = ()) -> tuple[M, O]:
         if self.replicated is not None:
             raise UsageError(
                 "a session replicates one model with one optimizer. Two networks that are trained in turn (a GAN) cannot be "
@@ -147,6 +151,7 @@ class Core:
             overlap=topology.compute.overlap,
             gate_timeout_s=timeouts.barrier_s,
         )
+        self.callbacks = Callbacks(callbacks, self.context.role.index)
         where = next(model.parameters()).device
         divided = self.divided = await self._divide(model, optimizer, served=served) if topology.divided else None
         opened = nullcontext if divided is None else divided.guard.opened
@@ -194,6 +199,7 @@ class Core:
                 served=served,
                 weight=self._weight,
                 ended=self._step_ended,
+                call_back=self.callbacks.deliver,
                 stops=self._stops,
                 stop=self._stop,
                 wait=self._wait_for,
@@ -262,7 +268,7 @@ class Core:
         self._other_loops.nearest = members
         return Scope(group, placement.groups if in_step(context.topology) else 1)
 
-    def begin_batches(self, data: Any, epoch: int, batch_size: int | None, shard: Shard | None, first: int | None) -> Feed:
+    async def begin_batches(self, data: Any, epoch: int, batch_size: int | None, shard: Shard | None, first: int | None) -> Feed:
         """Begin this worker's batches of an epoch, from number ``first`` on."""
         if first is None and self.members.late:
             raise UsageError(
@@ -271,6 +277,8 @@ class Core:
             )
         feed = make_feed(self.context, data, epoch, batch_size, shard, self.device.type == "cuda", self._agree, first=first or 0)
         self._feeds.append(feed)
+        if isinstance(feed, StreamFeed) and self.context.topology.elastic:
+            await self.context.membership.need_all("its data is a stream, and no other worker can take over a part of it")
         return feed
 
     async def next_batch(self, feed: Feed) -> Batch | None:
@@ -311,6 +319,7 @@ class Core:
         # A lost worker cannot be asked at the end: then each worker counts for all.
         self._samples += samples * (len(self.members.at(step)) if self.members.survives else 1)
         assert self._part is not None
+        self.callbacks.view(step, self.members.at(step))
         self._ended_step = {
             "step": step, "samples": samples, "seconds": seconds, "exposed_s": exposed_s, **self._part.staleness()
         }  # fmt: skip
@@ -321,6 +330,7 @@ class Core:
             values, self._ended_step = self._ended_step, None
             step = values.pop("step")
             assert isinstance(step, int)
+            self.callbacks.step(step, values)
             self.context.recorder.event("step", step=step, **values)
 
     def report(self, kind: str, values: dict[str, float | int | str | bool]) -> None:
@@ -330,6 +340,8 @@ class Core:
             raise NonFiniteLossError(loss, self.context.role.index, step, kept)
         if kind == "eval":
             self._evaluated = (step, values)
+            numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+            self.callbacks.eval(step, numbers)
         if kind == "step" and self._ended_step is not None:
             self._ended_step.update(values)
         else:

@@ -126,6 +126,8 @@ async def open_run(
 
     Yields an `OwnRun`, which starts roles. At the end of the block it raises the failure of a role that runs elsewhere.
     """
+    if topology.observe.to:
+        raise UsageError("[observe] to: open_run passes no figures on: remove the setting, and take them with on_report")
     placement, token = place(topology), secrets.token_hex(16)
     encrypted = network is None and topology.encrypted()
     endpoint = await _open(network, coordinator_settings(topology, token, encrypted=encrypted, host=host))

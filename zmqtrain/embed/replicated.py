@@ -67,6 +67,7 @@ class Replicated:
         served: bool,
         weight: Callable[[], float],
         ended: Callable[[int, float, float], None],
+        call_back: Callable[[], None],
         stops: Callable[[int], Coroutine[Any, Any, bool]],
         stop: Callable[[], None],
         wait: Wait[Any],
@@ -76,7 +77,8 @@ class Replicated:
 
         ``overlap``: see `zmqtrain.embed.session.Session.replicate`. ``served``: model servers run the optimizer. ``weight()``: the
         weight of this worker's gradient in its group; the group's weights add up to 1. ``ended(step, seconds, exposed_s)`` is
-        called after each step, on the loop's thread. ``stops(step)``: whether the run must stop before this step; then ``stop()``,
+        called after each step, on the loop's thread; ``call_back()`` in the caller's. ``stops(step)``: whether the run must stop
+        before this step; then ``stop()``,
         in the caller's thread, ends the session and raises, now and at any later call. ``wait`` waits for a coroutine in the
         caller's thread. ``divided``: the model, if its group divides it."""
         self.replica, self.exchange, self.scope = replica, exchange, scope
@@ -84,7 +86,7 @@ class Replicated:
         self.others = others
         self._bridge, self._weight, self._ended, self._wait = bridge, weight, ended, wait
         self._served = served
-        self._stops, self._stop = stops, stop
+        self._stops, self._stop, self._call_back = stops, stop, call_back
         self._stopped = False
         self._divided = divided
         self._opened: Callable[[], AbstractContextManager[None]] = nullcontext if divided is None else divided.guard.opened
@@ -358,6 +360,7 @@ class Replicated:
         if not self._decided:
             self._watch_on(hold)
         self._guards.passed(sampled=self._returns, keep=self.held)
+        self._call_back()
         if self._stopped:
             self._stop()
 

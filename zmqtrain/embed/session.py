@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -39,6 +39,7 @@ from zmqtrain.embed.own_run import enter_world
 from zmqtrain.embed.place import Place
 from zmqtrain.errors import RunStopped
 from zmqtrain.net.loop import run as run_loop
+from zmqtrain.train.callback import Callback
 
 T = TypeVar("T")
 Number = float | int | str | bool
@@ -47,7 +48,7 @@ Number = float | int | str | bool
 class Session(Place):
     """A worker of the run, for plain code. Made by `session`; use it only in the thread that made it."""
 
-    def replicate(self, model: M, optimizer: O, *, overlap: bool | None = None) -> tuple[M, O]:
+    def replicate(self, model: M, optimizer: O, *, overlap: bool | None = None, callbacks: Sequence[Callback] = ()) -> tuple[M, O]:
         """Keep model and optimizer in sync with the other workers from now on; all begin with rank 0's parameters.
 
         ``overlap``: whether gradients are sent while backward is running. With False they are summed over the workers when backward
@@ -58,10 +59,12 @@ class Session(Place):
         With ``[compute] grid`` the group divides the model: until the session ends, each worker has parts of the parameters, and
         all workers of a group must call the model together (docs/sessions.md).
 
+        ``callbacks`` are called in this thread (`zmqtrain.Callback`).
+
         Returns the same two objects. Every worker must call it once per session, with models and optimizers of the same kind.
         Raises `TaskError` and `UsageError` for what cannot be trained correctly.
         """
-        return self._wait(self._core.replicate(model, optimizer, overlap), "replicate()")
+        return self._wait(self._core.replicate(model, optimizer, overlap, callbacks), "replicate()")
 
     def backward(self, total: Tensor, weight: Tensor | float) -> float:
         """``backward()`` of a loss whose mean is weighted: ``total`` is the *sum* of this worker's losses, ``weight`` the sum of
@@ -105,7 +108,7 @@ class Session(Place):
         that replaces a lost one in the middle of an epoch (see docs/sessions.md).
         """
         core = self._core
-        feed = self._wait(_call(partial(core.begin_batches, data, epoch, batch_size, shard, first)), "batches()")
+        feed = self._wait(core.begin_batches(data, epoch, batch_size, shard, first), "batches()")
         try:
             while (batch := self._wait(core.next_batch(feed), "the next batch")) is not None:
                 yield batch.inputs[0]
@@ -125,6 +128,7 @@ class Session(Place):
         Raises `NonFiniteLossError` for a loss that is NaN or infinite, unless ``[job] on_nan = "continue"``.
         """
         self._wait(_call(partial(self._core.report, kind, values)), "report()")
+        self._core.callbacks.deliver()
 
     def same(self, tensor: Tensor) -> Tensor:
         """A tensor without samples, for the model's forward: a mask of (times, times), the same on every worker. Needed only if a
@@ -160,10 +164,13 @@ class AsyncSession(Place):
         """``function(*arguments)`` in the session's compute thread: forward, backward and ``optimizer.step()`` must run there."""
         return await self._thread.submit(partial(function, *arguments))
 
-    async def replicate(self, model: M, optimizer: O, *, overlap: bool | None = None) -> tuple[M, O]:
-        """Like `Session.replicate`."""
-        wait = self._core.bridge.call
-        return await self.run(lambda: wait(self._core.guard(self._core.replicate(model, optimizer, overlap)), "replicate()"))
+    async def replicate(
+        self, model: M, optimizer: O, *, overlap: bool | None = None, callbacks: Sequence[Callback] = ()
+    ) -> tuple[M, O]:
+        """Like `Session.replicate`. ``callbacks`` are called in the session's compute thread."""
+        core = self._core
+        replicate = partial(core.replicate, model, optimizer, overlap, callbacks)
+        return await self.run(lambda: core.bridge.call(core.guard(replicate()), "replicate()"))
 
     def backward(self, total: Tensor, weight: Tensor | float) -> float:
         """As `Session.backward`; call it only inside `run`."""
@@ -182,7 +189,7 @@ class AsyncSession(Place):
     ) -> AsyncIterator[Any]:
         """Like `Session.batches`."""
         core = self._core
-        feed = core.begin_batches(data, epoch, batch_size, shard, first)
+        feed = await core.begin_batches(data, epoch, batch_size, shard, first)
         try:
             while (batch := await core.guard(core.next_batch(feed))) is not None:
                 yield batch.inputs[0]
@@ -232,6 +239,7 @@ async def join() -> AsyncIterator[AsyncSession]:
                 stopped = stop
             # In the compute thread, since an exchange may still need to compute something.
             await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
+            await thread.submit(core.callbacks.deliver)
         finally:
             await core.close()
             await thread.close(context.timeouts.grace_s)
@@ -277,6 +285,7 @@ class _Background:
         try:
             if ended:
                 core.bridge.call(core.guard(core.finish()), "the end of the session")
+                core.callbacks.deliver()
         finally:
             core.bridge.loop.call_soon_threadsafe(leave.set)
             self._thread.join()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,11 +25,11 @@ from torch import Tensor
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
 from zmqtrain.collectives.unreached import Cuts
-from zmqtrain.errors import CheckpointError, ProtocolError
+from zmqtrain.errors import CheckpointError, PeerLostError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
-from zmqtrain.exchange.checkpoint_part import kept_payload, pack_manifest, require_like
+from zmqtrain.exchange.checkpoint_part import copy_of_received, kept_payload, pack_manifest, require_like, unpack_manifest
 from zmqtrain.exchange.clip import GroupClip, square
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.members import Members
@@ -58,6 +59,9 @@ from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
 
+#: The request for what a worker has beside its parameters.
+BESIDE = "model_server.beside"
+
 
 class ModelServerExchange:
     """Implements `zmqtrain.exchange.base.Exchange` with servers that hold the parameters and run the optimizer.
@@ -78,6 +82,8 @@ class ModelServerExchange:
         self._changes: ServerChanges | None = None
         self._torn: tuple[tuple[int, int], ...] = ()
         self._life: int | None = None
+        self._asked: list[PeerId] = []  # late workers that want to begin with what this one has beside its parameters
+        self._rests = False  # it trains no step now
         self._endpoint = endpoint
         self._settings = settings
         self._recorder: Recorder = recorder or NullRecorder()
@@ -168,6 +174,8 @@ class ModelServerExchange:
             if first and not restored and not late:
                 self._first[bucket.index] = own
         if late and self._members is not None:
+            # Before the others wait for this worker in their steps: then they would not come to answer.
+            await self._take_beside(self._members, replica)
             first_step = await self._members.join()
             await together(*(self._read_entered(bucket) for bucket in replica.buckets))
             for bucket in replica.buckets:
@@ -188,10 +196,49 @@ class ModelServerExchange:
             self._endpoint, settings.servers, members, timeout_s=settings.barrier_s, recorder=self._recorder
         )
         self._life = members.incarnation(self._endpoint.peer, 0)
+        self._endpoint.serve(BESIDE, self._on_beside)
         return members.late
+
+    async def _take_beside(self, members: Members, replica: Replica) -> None:
+        """Begin with what another worker has beside its parameters (the model's buffers), if there is one that has begun."""
+        for peer in members.at(0):
+            if peer == self._endpoint.peer:
+                continue
+            with suppress(PeerLostError):
+                answer = await self._endpoint.request(peer, BESIDE, timeout=self._settings.barrier_s)
+                if answer.meta is not True:
+                    continue
+                listed, about = unpack_manifest(await self._received_beside(peer, (BESIDE,)))
+                tensors = {
+                    name: copy_of_received(await self._received_beside(peer, (BESIDE, name)), shape) for name, _, shape in listed
+                }
+                await replica.take_beside(tensors, about)
+                return
+
+    async def _received_beside(self, peer: PeerId, tag: Tag) -> Payload:
+        async with in_time(peer, "the buffers of its model", self._settings.barrier_s):
+            return await self._endpoint.receive(peer, tag)
+
+    async def _on_beside(self, caller: PeerId) -> Value:
+        if not self._versions:  # it has not begun itself
+            return False
+        if self._rests:
+            await self._give_beside([caller])
+        else:  # at the end of the step
+            self._asked.append(caller)
+        return True
+
+    async def _give_beside(self, peers: Sequence[PeerId]) -> None:
+        tensors, values = await self._replica_started().beside()
+        for peer in peers:
+            with suppress(PeerLostError):
+                await self._endpoint.send(peer, (BESIDE,), pack_manifest(tensors, values))
+                for name, payload in tensors.items():
+                    await self._endpoint.send(peer, (BESIDE, name), payload)
 
     def begin_step(self, step: int) -> None:
         assert self._replica is not None, "start() comes first"
+        self._rests = False
         if self._members is not None:
             slot = self._members.slot(step)
             assert slot is not None, f"step {step} has no batch for this worker"
@@ -218,6 +265,9 @@ class ModelServerExchange:
         await self._under_way.all_added()
         if not self._settings.overlap:
             await self.settle()
+        if self._asked:
+            asked, self._asked = self._asked, []
+            await self._give_beside(asked)
 
     async def settle(self) -> None:
         await self._under_way.settle()
@@ -242,6 +292,10 @@ class ModelServerExchange:
         raise AssertionError("model servers have no center")
 
     async def leave(self) -> None:
+        self._rests = True
+        if self._asked:
+            asked, self._asked = self._asked, []
+            await self._give_beside(asked)
         if self._replica is not None:
             plan = None if self._members is None else self._members.slots
             await self._ask_servers("left", *([] if plan is None else [plan.eras[-1].since]))

@@ -17,6 +17,7 @@ from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.live import View, make_view
 from zmqtrain.observe.run_directory import TRAINING, RunDirectory
+from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.plan.regroup import regrouped
 from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.topology.placement import place
@@ -125,7 +126,8 @@ class JobRuns:
         resume = str(folder) if goes_on else None
         description = RunDescription(topology, placement, self.probes.folder, self.probes.data_path, resume=resume)
         watching = None if monitor is None else Watching(view, monitor)
-        launch = Launch(description, directory, watching or view, emulation=emulation)
+        sinks = FanOut(topology.observe.to, topology.observe.options)
+        launch = Launch(description, directory, watching or view, emulation=emulation, sinks=sinks)
         if watching is not None:
             watching.halt = launch.halt
         code, whole_s = run(timed(launch.run()), dilation=None if emulation is None else emulation.dilation)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
-from zmqtrain.errors import ZmqTrainError
+from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.launcher.detached import leave_terminal
 from zmqtrain.launcher.emulate import Emulation
 from zmqtrain.launcher.engine import Engine, Gathered, Gathering
@@ -25,6 +26,7 @@ from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.live import View
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.processors import gpus
 from zmqtrain.run.assembly import Assembly, Listeners
 from zmqtrain.run.ending import Ending, ending_of
@@ -47,16 +49,19 @@ class Launch:
         *,
         emulation: Emulation | None = None,
         engine: Engine | None = None,
+        sinks: FanOut | None = None,
     ) -> None:
         """``emulation``: put all hosts on this machine, with a network like the file's. The event loop must have the same dilation.
         ``engine``: what starts the agents; by default the engine that the topology names. If it gathers the hosts first, those of
-        the description are not final.
+        the description are not final. ``sinks``: where figures go besides the run directory.
         """
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
         self._timeouts = self._topology.job.timeouts
         self._emulation, self._engine = emulation, engine if emulation is None else None
-        self._record = RunRecord(description, directory, view, world="real" if emulation is None else "emulated")
+        self._sinks = FanOut() if sinks is None else sinks
+        world: Literal["real", "emulated"] = "real" if emulation is None else "emulated"
+        self._record = RunRecord(description, directory, view, world=world, sinks=self._sinks)
         self._facts: dict[str, object] = {}  # for the summary
         self._token = secrets.token_hex(16)
         self._interrupts = 0
@@ -92,6 +97,7 @@ class Launch:
         return self._record.exit_code(ending)
 
     async def _live(self) -> Ending:
+        await self._begin_sinks()
         async with AsyncExitStack() as stack:
             gathering = Gathering(self._topology, self._directory.path, self._record.note, self._busy_hosts())
             engine = self._engine or engine_for(self._topology, self._emulation)
@@ -119,6 +125,16 @@ class Launch:
                 await fleet.start((sys.executable, "-m", "zmqtrain", "agent"), "agent")
                 outcome = await self._watch(self._assembly.coordinator, running, fleet)
             return self._ending(outcome)
+
+    async def _begin_sinks(self) -> None:
+        """Raises `UsageError` if one cannot begin: nothing has been started then."""
+        wait_s = self._timeouts.join_s
+        try:
+            async with asyncio.timeout(wait_s):
+                await asyncio.gather(*map(asyncio.wrap_future, self._sinks.begin(self._record.facts())))
+        except TimeoutError:
+            names = ", ".join(self._topology.observe.to)
+            raise UsageError(f"[observe] to: not all of {names} were ready within {wait_s:g} s ([job] timeout)") from None
 
     def _settle(self, gathered: Gathered) -> RunDescription:
         """Now that the hosts are known, place the roles, if they are not placed yet. Returns the description for the roles."""

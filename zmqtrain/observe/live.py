@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from zmqtrain.observe.strict_json import dumps
-from zmqtrain.observe.summary import Summary, mean_staleness, metrics_of
+from zmqtrain.observe.summary import Summary, metrics_of
+from zmqtrain.observe.sums import SUMS, fields_of, mean_staleness
 
 #: Seconds between plain progress lines.
 LINE_EVERY_S = 1.0
@@ -66,7 +67,8 @@ class Rows:
         self.groups = {group: _GroupRow() for group in sorted(set(group_of.values()))}
 
     def add(self, event: Mapping[str, Any], now: float) -> None:
-        """Take an event of a role."""
+        """Take an event of a role, or a line that stands for many."""
+        event = _as_one(event) if event["kind"] == SUMS else event
         values = event["values"]
         if event["kind"] == "eval":
             self.eval.update(metrics_of(values))
@@ -111,6 +113,13 @@ class Rows:
             parts.append(f"staleness {sum(stale) / len(stale):.2f}")
         parts += [f"{name} {value:.4f}" for name, value in self.eval.items()]
         return "  ".join(parts)
+
+
+def _as_one(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line that stands for many events, as one event: the last one's values, but the sums of times and samples."""
+    values = line["values"]
+    sums = {name: each.total for name, each in fields_of(values).items() if name in ("seconds", "exposed_s", "samples")}
+    return {**line, "kind": values["of"], "values": {**values["last"], **sums}}
 
 
 class TableView:
@@ -176,6 +185,7 @@ class PlainView:
 
     def event(self, event: Mapping[str, Any], now: float) -> None:
         self._rows.add(event, now)
+        event = _as_one(event) if event["kind"] == SUMS else event
         if event["kind"] == "eval":
             metrics = "  ".join(f"{name} {value:.4f}" for name, value in metrics_of(event["values"]).items())
             print(f"evaluation at step {event['step']}: {metrics}", flush=True)

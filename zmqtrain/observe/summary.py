@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from zmqtrain.observe.spread import Spread
+from zmqtrain.observe.sums import SUMS, FieldSums, fields_of
 
 
 class Summary:
-    """Feed it events (`add`); `to_dict` gives the summary so far. Steps are counted per group, samples over all workers."""
+    """Feed it events (`add`); `to_dict` gives the summary so far. Steps are counted per group, samples over all workers.
+
+    It takes the same memory however many steps there are: medians and p90 are exact up to `zmqtrain.observe.spread.MOST_EXACT`
+    steps of all workers together, and beyond that right within `zmqtrain.observe.spread.PRECISION`. All else is exact."""
 
     def __init__(self) -> None:
         self.eval: dict[str, float] = {}
@@ -19,9 +25,7 @@ class Summary:
         self.losses: dict[int, float] = {}
         """Each worker's newest loss."""
         self._steps: dict[int, int] = {}  # rank -> steps done
-        self._seconds: list[float] = []
-        self._exposed: list[float] = []
-        self._data_s: list[float] = []
+        self._seconds, self._exposed, self._data_s = Spread(), Spread(), Spread()
         self._data: dict[str, Any] = {}  # the guarantees about the run's samples
         self._served: dict[str, Counter[int]] = {}  # server -> how often it has applied a gradient of each staleness
         self._seen = _Seen()
@@ -41,6 +45,8 @@ class Summary:
         values = event["values"]
         if event["kind"] == "step":
             self._add_step(event["rank"], event["step"], event["time"], values)
+        elif event["kind"] == SUMS:
+            self._add_sums(event, values)
         elif event["kind"] == "start" and isinstance(values.get("data"), Mapping):
             self._data = dict(values["data"])
         elif event["kind"] == "eval":
@@ -72,16 +78,37 @@ class Summary:
         seconds = float(values.get("seconds", 0.0))
         self._steps[rank] = max(self._steps.get(rank, 0), 1 + (step or 0))
         self.samples += int(values.get("samples", 0))
-        self._seconds.append(seconds)
-        self._exposed.append(float(values.get("exposed_s", 0.0)))
+        self._seconds.add(seconds)
+        self._exposed.add(float(values.get("exposed_s", 0.0)))
         if "data_s" in values:
-            self._data_s.append(float(values["data_s"]))
+            self._data_s.add(float(values["data_s"]))
         loss = values.get("loss")
         if isinstance(loss, int | float):
             self.losses[rank] = float(loss)
         self._seen.add(values)
-        self._began = time - seconds if self._began is None else min(self._began, time - seconds)
-        self._ended = time if self._ended is None else max(self._ended, time)
+        self._lasted(time - seconds, time)
+
+    def _add_sums(self, event: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Take a line that stands for many events."""
+        if values["of"] == "eval":
+            self.eval.update(metrics_of(values["last"]))
+        if values["of"] != "step":
+            return
+        rank, fields = event["rank"], fields_of(values)
+        self._steps[rank] = max(self._steps.get(rank, 0), 1 + event["step"])
+        self.samples += int(fields["samples"].total) if "samples" in fields else 0
+        for spread, name in ((self._seconds, "seconds"), (self._exposed, "exposed_s"), (self._data_s, "data_s")):
+            for value, times in fields[name].values() if name in fields else ():
+                spread.add(value, times)
+        loss = values["last"].get("loss")
+        if isinstance(loss, int | float):
+            self.losses[rank] = float(loss)
+        self._seen.add_sums(values, fields)
+        self._lasted(values["since"], event["time"])
+
+    def _lasted(self, began: float, ended: float) -> None:
+        self._began = began if self._began is None else min(self._began, began)
+        self._ended = ended if self._ended is None else max(self._ended, ended)
 
     @property
     def steps(self) -> int:
@@ -110,7 +137,7 @@ class Summary:
             "step_s": _spread_of(self._seconds),
             "exposed_communication_s": _spread_of(self._exposed),
             **({"data": self._data} if self._data else {}),
-            **({"data_wait_s": _spread_of(self._data_s)} if self._data_s else {}),
+            **({"data_wait_s": _spread_of(self._data_s)} if self._data_s.count else {}),
             "loss": self.loss,
             "eval": dict(self.eval),
             "staleness": self._staleness(),
@@ -162,6 +189,14 @@ class _Seen:
             self._sum, self._steps = self._sum + staleness, self._steps + 1
             self.max = max(self.max, int(values.get("staleness_max") or staleness))
 
+    def add_sums(self, values: Mapping[str, Any], fields: Mapping[str, FieldSums]) -> None:
+        """Take the values of a line that stands for many steps."""
+        self.histogram.update({int(staleness): count for staleness, count in (values.get("reads") or {}).items()})
+        if "staleness" in fields:
+            means = fields["staleness"]
+            self._sum, self._steps = self._sum + means.total, self._steps + means.count
+            self.max = max(self.max, int(fields.get("staleness_max", means).greatest))
+
     @property
     def mean(self) -> float:
         """The mean over steps."""
@@ -203,21 +238,10 @@ class _MomentumSeen:
         return implicit, total
 
 
-def mean_staleness(values: Mapping[str, Any]) -> float | None:
-    """The mean staleness of a step's reads, in any of the forms of its event; ``None`` if there is none."""
-    staleness = values.get("staleness")
-    if isinstance(staleness, list):
-        return sum(staleness) / len(staleness) if staleness else None
-    return float(staleness) if isinstance(staleness, int | float) else None
-
-
 def metrics_of(values: Mapping[str, Any]) -> dict[str, float]:
     """The metrics in an ``eval`` event: all its numbers except its duration."""
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "seconds"}
 
 
-def _spread_of(values: Sequence[float]) -> dict[str, float | None]:
-    if not values:
-        return {"median": None, "p90": None}
-    ordered = sorted(values)
-    return {"median": statistics.median(ordered), "p90": ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]}
+def _spread_of(values: Spread) -> dict[str, float | None]:
+    return {"median": values.median(), "p90": values.quantile(0.9)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,10 @@ from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.observe.sinks.base import RunFacts
+from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.observe.summary import Summary
+from zmqtrain.observe.sums import EventSums
 from zmqtrain.run.ending import Ending
 from zmqtrain.run.report import LOG, headline
 from zmqtrain.topology.schema import Topology
@@ -36,18 +39,22 @@ class RunRecord:
         *,
         world: Literal["real", "emulated", "simulated"],
         clock: Callable[[], float] | None = None,
+        sinks: FanOut | None = None,
     ) -> None:
-        """``clock``: the clock for the view; by default the loop's."""
+        """``clock``: the clock for the view; by default the loop's. ``sinks``: where figures go, too; they have begun, or begin
+        before the first event of a worker."""
         self._topology, self._placement = description.topology, description.placement
         self._resumed, self._script = description.resume, bool(description.script)
         self._directory, self._view, self._world = directory, view, world
         directory.on_failure = view.note
         self.summary = Summary()
+        self._sums = EventSums(description.topology.observe.most_single_events)
         self.quiet = False
         """Do not show that roles fail or stop, because the user asked to stop."""
         self.stopped_at: int | None = None
         """The step before which all workers have stopped on request."""
         self._clock = clock
+        self._sinks = FanOut() if sinks is None else sinks
         self._unkept: list[int] = []  # the steps of checkpoints that could not be written
         self._losses: list[str] = []  # reasons of losses after which the run continued
         self._host_of = {role.peer: role.host for role in self._placement.roles}
@@ -95,6 +102,7 @@ class RunRecord:
                 self._directory.trace.add(peer, event)
             else:
                 self.event(peer, event)
+        self._write(self._sums.due())
         self._directory.flush()
 
     def note(self, text: str) -> None:
@@ -122,14 +130,25 @@ class RunRecord:
         }
         if line["kind"] == "stopped":
             self.stopped_at = event["step"]
-        self._directory.event(line)
+        self._write(self._sums.add(line))
         self.summary.add(peer, line)
+        self._sinks.take(line)
+        while (text := self._sinks.said()) is not None:
+            self.note(text)
         values = dict(event.get("values") or {})
         if line["kind"] == "view" and values.get("members") == [peer]:
             self.note(f"warning: {peer} is alone from step {line['step']} on: it has no other worker to gossip with")
         if line["kind"] == "warning":
             self._view.note(f"warning: {peer}: {values.get('text')}")
         self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
+
+    def _write(self, lines: Sequence[dict[str, Any]]) -> None:
+        for line in lines:
+            self._directory.event(line)
+
+    def facts(self) -> RunFacts:
+        """What sinks learn about the run."""
+        return RunFacts(self._topology.job.name, self._directory.path, self._world, self._topology.to_dict())
 
     def title(self) -> str:
         """The run in one line."""
@@ -169,6 +188,9 @@ class RunRecord:
             "versions": versions(),
             **(more or {}),
         }
+        self._write(self._sums.rest())
+        for text in self._sinks.end(ending.status, summary):
+            self.note(text)
         directory.leave("summary.json", summary)
         if ending.error is not None:
             directory.leave("error.json", ending.error)

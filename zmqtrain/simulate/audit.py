@@ -4,6 +4,7 @@
 - Groups keep within the staleness that the file allows.
 - A run that ends well has trained each step of each worker once, on all its samples, and its replicas are equal.
 - If workers of model servers may be lost: what `zmqtrain.simulate.slot_audit` lists.
+- Exchanges without servers are over the same members for all workers, and their models are what a replay of these gives.
 - A run whose faults can be survived ends well. Any other run ends with an error, and none hangs beyond the time-outs.
 """
 
@@ -18,6 +19,7 @@ from zmqtrain.merged_fc.profile_phases import worker_profile
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.ending import Ending
 from zmqtrain.simulate.faults import Fault
+from zmqtrain.simulate.replay import Ledger
 from zmqtrain.simulate.slot_audit import SlotAudit
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
@@ -47,6 +49,7 @@ class Auditor:
         self._spread: float | None = None
         self._wrong_values: str | None = None
         self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server holds when it ends
+        self._ledger = Ledger(topology, placement)
         self._last_s = 0.0
         self._first = 0
         self._slots = SlotAudit(topology, placement) if topology.elastic and topology.exchange.kind == "model_server" else None
@@ -70,6 +73,16 @@ class Auditor:
             self._slots.hear(peer, what, values)
         if what == "applied":
             self._hear_applied(peer, cast(Mapping[str, Any], values))
+        elif what == "begin_step":
+            self._ledger.began(peer, int(cast(int, values["step"])))
+        elif what == "joined":
+            self._ledger.joined(peer, int(cast(int, values["step"])), str(values["source"]))
+        elif what == "counted":
+            wrong = self._ledger.counted(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
+            if wrong is not None:
+                self.note(wrong)
+        elif what == "model":
+            self._ledger.ended(peer, cast(Any, values["values"]), cast(Sequence[str], values["members"]))
         elif what in ("left", "dropped", "rests"):
             self._gone.add((peer, int(cast(int, values["group"]))))
             if what == "rests":
@@ -77,9 +90,9 @@ class Auditor:
         elif what == "entered":
             self._hear_entered(peer, int(cast(int, values["group"])), int(cast(int, values["step"])))
         elif what == "values":
-            wrong = values.get("wrong")
-            if wrong is not None:
-                self._wrong_values = f"{peer}: {wrong}"
+            differs = values.get("wrong")
+            if differs is not None:
+                self._wrong_values = f"{peer}: {differs}"
         elif what == "held" and self._topology.simulation.payload == "small":
             self._held[peer] = cast(Mapping[int, tuple[Piece, Payload]], values["pieces"])
 
@@ -109,6 +122,9 @@ class Auditor:
             if (server, group) in self._resting and step >= self._entered.get((server, group), 0):
                 self._resting.discard((server, group))
                 self._gone.discard((server, group))
+                for (other, _), others in self._pushed.items():  # its other pieces follow
+                    if other == server:
+                        others[group] = max(others[group], self._entered.get((server, group), 0))
         self._check_staleness(server, piece, counts, values)
 
     def _check_staleness(self, server: PeerId, piece: int, counts: Sequence[int], values: Mapping[str, Any]) -> None:
@@ -190,6 +206,9 @@ class Auditor:
                 self._slots.total = None
             profile = worker_profile(self._topology) if compute.profile is not None else None
             for found in self._slots.verdict(profile):
+                self.note(found)
+        if not corrupted and self._topology.simulation.payload == "small" and not self._first:
+            for found in self._ledger.wrong():
                 self.note(found)
         if self._lost:
             return  # the remaining properties hold only if no worker was lost

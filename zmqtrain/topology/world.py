@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from zmqtrain.topology.kubernetes import KubernetesSection
 from zmqtrain.topology.ray import RaySection
-from zmqtrain.topology.section import MOST, ByteSize, Section, Timeout, is_plain
+from zmqtrain.topology.section import MOST, ByteSize, Section, Texts, Timeout, is_plain
 from zmqtrain.topology.slurm import SlurmSection
 
 
@@ -150,8 +151,43 @@ class EngineSection(Section):
         return self.kind in GATHERING
 
 
+_SINK = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
+
+
 class Observe(Section):
     """What is recorded and shown."""
 
     trace_steps: int = Field(default=20, ge=0, le=MOST, description="Steps of each worker to record in `trace.json`.")
     progress_every: int = Field(default=0, ge=0, le=MOST, description="Steps between progress lines. 0: about one line a second.")
+    events_per_s: Annotated[int, Field(ge=0, le=MOST)] | Literal["all"] = Field(
+        default=5,
+        description="How many events of a kind `events.jsonl` lists one by one, for each role and second, after the first 200; of "
+        "more it has the sums ([events.md](events.md)). all: every event, in any number.",
+    )
+    to: Texts = Field(
+        default=(),
+        description="Where figures go besides the run directory: `tensorboard`, `prometheus`, `mlflow`, `wandb`, `csv`, or a sink "
+        "of that name from an installed package ([observe.md](observe.md)).",
+    )
+    options: Annotated[dict[str, Any], AfterValidator(_plain)] = Field(
+        default_factory=dict,
+        description="A table of settings for each of these that needs any, such as `prometheus = { port = 9000 }` "
+        "([observe.md](observe.md)).",
+    )
+
+    @property
+    def most_single_events(self) -> int | None:
+        """`events_per_s` as a number; ``None``: any number."""
+        return None if self.events_per_s == "all" else self.events_per_s
+
+    @model_validator(mode="after")
+    def _options_of_sinks(self) -> Observe:
+        for name in self.to:
+            if not _SINK.fullmatch(name) or self.to.count(name) > 1:
+                raise ValueError(f"to: {name!r} is {'named twice' if _SINK.fullmatch(name) else 'no name of a sink'}")
+        for name, table in self.options.items():
+            if name not in self.to:
+                raise ValueError(f'options: {name} is not among the sinks of this run: add it to [observe] to, as to = ["{name}"]')
+            if not isinstance(table, dict):
+                raise ValueError(f"options: {name} must be a table of settings, such as {name} = {{ key = value }}")
+        return self

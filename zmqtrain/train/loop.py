@@ -18,6 +18,7 @@ from typing import Any
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.errors import CheckpointError, PeerLostError, UsageError, ZmqTrainError
+from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Exchange, RunModel
 from zmqtrain.exchange.checkpoint_part import wait_committed
 from zmqtrain.exchange.members import Members
@@ -135,12 +136,16 @@ class TrainLoop:
                 await self._keep(self.step)
             if members.slots is not None and not await members.begin(self.step, self._due):
                 continue
+            work.callbacks.view(self.step, self._members.at(self.step))
             if not await self._train_step(last=self.step + 1 == steps):
                 return Outcome.ABANDONED
+            await work.call_back()
             done = self.step
-            due = job.eval_every and done % job.eval_every == 0 and done != self._steps()
-            if due and await self._evaluate_between(done) and await stop_point.end():
-                return Outcome.REACHED
+            if job.eval_every and done % job.eval_every == 0 and done != self._steps():
+                reached = await self._evaluate_between(done) and await stop_point.end()
+                await work.call_back()
+                if reached:
+                    return Outcome.REACHED
 
     def _more(self) -> bool:
         """Whether a change of the members has left this worker something to train."""
@@ -212,6 +217,7 @@ class TrainLoop:
         if self.work.keeps:
             await self.work.save(self._endpoint, self.exchange, step)
             self._kept = [*self._kept, step][-MOST_KEPT:]
+            self.work.callbacks.checkpoint(step)
             self._recorder.event("checkpoint", step=step, seconds=asyncio.get_running_loop().time() - start)
 
     async def _model_at(self, step: int, *, last: bool) -> ModelState | None:
@@ -221,7 +227,8 @@ class TrainLoop:
             async with self._part.run_model(group, f"keep {step}", kept=None if last else step, last=last):
                 return await self._state(group, step)
 
-        if self.exchange.averaged:
+        apart = self._part.served_elastically  # the servers have the model, and groups need not be in step
+        if self.exchange.averaged or (self._members.survives and not apart):  # anyone may be the first who is left
             return await self._members.together(f"keep/{step}", step, gather)
         return await gather(self._part.own) if self._part.leads(step) else None
 
@@ -279,23 +286,25 @@ class TrainLoop:
         self.phase = Phase.BETWEEN
         self.step += 1
         self._samples += len(self._members.at(step)) // self._context.placement.group_size * self._job_batch
+        lr = self.work.lr
         self.work.after_step()
         if self._rebalance is not None:
             await self._rebalance.after(step, result.samples, result.compute_s)
         updating_s = self.work.updating_s()
-        self._recorder.event(
-            "step",
-            step=step,
-            epoch=epoch,
-            loss=result.loss,
-            samples=result.samples,
-            seconds=loop.time() - start,
-            compute_s=result.compute_s + updating_s,
-            exposed_s=result.exposed_s + max(0.0, loop.time() - handed_over - updating_s),
-            data_s=result.data_s,
+        values: dict[str, EventValue] = {
+            "epoch": epoch,
+            "loss": result.loss,
+            "samples": result.samples,
+            "seconds": loop.time() - start,
+            "compute_s": result.compute_s + updating_s,
+            "exposed_s": result.exposed_s + max(0.0, loop.time() - handed_over - updating_s),
+            "data_s": result.data_s,
+            **({} if lr is None else {"lr": lr}),
             **self._part.staleness(),
             **({} if result.fc_wait_s is None else {"fc_wait_s": result.fc_wait_s}),
-        )
+        }
+        self._recorder.event("step", step=step, **values)
+        self.work.callbacks.step(step, values)
         return True
 
     async def _evaluate_between(self, done: int) -> bool:
@@ -365,6 +374,7 @@ class TrainLoop:
         with self._recorder.span("evaluate", "compute", step=step):
             values = await self.work.evaluate(group, tag, still=still)
         self._evaluated = (step, values)
+        self.work.callbacks.eval(step, values)
         if group.rank == 0:
             seconds = asyncio.get_running_loop().time() - start
             self._recorder.event("eval", step=step, seconds=seconds, **values)
@@ -388,6 +398,7 @@ class TrainLoop:
             if checkpoint:
                 await self._save(step)
                 await self._wait_for_last(step)
+        await work.call_back()
         await self._part.stop()
         if early:
             self._recorder.event("stopped", step=step, kept=kept)

@@ -18,6 +18,7 @@ from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.batches import ring_loader
+from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.device.memory import SmallMemory, differences, exact, expected_parameters, make_memory, numbers_of
 from zmqtrain.train.device.modelled import ModelledReplica, SpeedFactor
 from zmqtrain.train.device.noise import Noise
@@ -66,6 +67,14 @@ class ModelledWork:
             self._memory.place = self._place
         self._update_s = 0.0
         self._steps = 0
+        self.callbacks = Callbacks((), role.index)
+
+    @property
+    def lr(self) -> None:
+        return None
+
+    async def call_back(self) -> None:
+        return None
 
     @property
     def replica(self) -> ModelledReplica:
@@ -145,6 +154,7 @@ class ModelledWork:
         return {}
 
     def state_mean(self, group: Group) -> None:
+        self._state_model(group)
         if isinstance(self._memory, SmallMemory) and group.size == self._context.placement.world_size:
             self._state_values(self._memory)
 
@@ -153,6 +163,7 @@ class ModelledWork:
         member's."""
         if not isinstance(self._memory, SmallMemory):
             return 0.0
+        self._state_model(group)
         self._state_values(self._memory)
         spread = 0.0
         for bucket in self._replica.buckets:
@@ -167,6 +178,11 @@ class ModelledWork:
             await self._remote.close()
         if self._ring is not None:
             await self._ring.close(timeout_s)
+
+    def _state_model(self, group: Group) -> None:
+        if isinstance(self._memory, SmallMemory):
+            values = self._memory.values(self._replica.buckets)
+            self._context.recorder.audit("model", values=values, members=group.members)
 
     def _state_values(self, memory: SmallMemory) -> None:
         context = self._context

@@ -29,6 +29,7 @@ from zmqtrain.data.source import Shard, Source, source_of
 from zmqtrain.errors import RunStopped, TaskError, UsageError, ZmqTrainError
 from zmqtrain.exchange.momentum import explicit_of, with_momentum
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.callback import Callback
 
 #: Maps a batch's output and target to the mean over its samples, a tensor of one element.
 Measure: TypeAlias = Callable[[Any, Any], Tensor]
@@ -84,7 +85,15 @@ class Task:
     whole stream and takes its samples of each step. With several ``num_workers`` the part must divide itself between them
     (`torch.utils.data.get_worker_info`), as Hugging Face's and WebDataset's streams do."""
 
+    callbacks: Sequence[Callback] = ()
+    """Called after steps, evaluations and checkpoints, and when workers come and go, on every worker (`zmqtrain.Callback`)."""
+
     def __post_init__(self) -> None:
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise TaskError(
+                    f"Task.callbacks has a {type(callback).__name__}: each must be an object of a zmqtrain.Callback class"
+                )
         for name in ("model", "loss", "optimizer"):
             if not callable(getattr(self, name)):
                 raise TaskError(_not_callable(name, getattr(self, name)))

@@ -29,6 +29,7 @@ from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import turn
 from zmqtrain.train.batches import make_batches, partition_of
+from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
 from zmqtrain.train.construct import divided_model
 from zmqtrain.train.device.base import Device
@@ -74,6 +75,7 @@ class TorchWork:
         self._fabric, self._remote = built.fabric, remote
         self._bridge: Bridge | None = None
         self._task, self._replica, self._schedule = built.task, built.replica, built.schedule
+        self.callbacks = Callbacks(built.task.callbacks, role.index)
         settings = StepSettings(
             rank=role.index,
             group_batch=compute.batch_size,
@@ -276,6 +278,14 @@ class TorchWork:
         finally:
             self._verifying = None
             await fabric.close()
+
+    @property
+    def lr(self) -> float | None:
+        return float(self._replica.optimizer.param_groups[0]["lr"])
+
+    async def call_back(self) -> None:
+        if self.callbacks.waiting:
+            await self._device.run(self.callbacks.deliver)
 
     def after_step(self) -> None:
         if self._schedule is None:

@@ -16,6 +16,8 @@ from zmqtrain.wire.payload import Value
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from zmqtrain.train.callbacks import Callbacks
+
 #: A model's state, by name.
 ModelState: TypeAlias = "Mapping[str, Tensor]"
 
@@ -101,6 +103,19 @@ class Work(Protocol):
         """Forward and backward. ``ahead``: another step follows, so its batch may be fetched in the meantime. Without ``hand_over``
         the gradients are only accumulated for the steps that follow."""
         ...
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate of the coming update, of the optimizer's first parameter group; ``None`` without an optimizer."""
+        ...
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """The task's."""
+        ...
+
+    async def call_back(self) -> None:
+        """Make the calls that wait in `callbacks`, in the compute thread. Raises `TaskError`."""
 
     def after_step(self) -> None:
         """The step's update is done, or has been sent to the servers."""

@@ -40,6 +40,9 @@ staleness = "sync"
 [engine]
 kind = "slurm"
 slurm = {{ nodes = 2, cpus = 1 }}
+
+[observe]
+events_per_s = "all"
 """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.observe.report.figures import MOST_POINTS, MOST_ROWS, figures_of, thinned
+from zmqtrain.observe.report.figures import MOST_POINTS, MOST_ROWS, figures_of
 from zmqtrain.observe.summary import Summary
 
 
@@ -95,11 +95,15 @@ def test_slowest_steps_leave_out_the_first() -> None:
 
 
 def test_curves_are_thinned_by_means() -> None:
-    points = [(float(n), float(n), float(n)) for n in range(10 * MOST_POINTS)]
-    thin = thinned(points)
+    def losses(steps: int) -> list[Any]:
+        curve = figures_of(event("step", 0, n, float(n), loss=float(n), seconds=1.0) for n in range(steps))["loss"]["mean"]
+        assert isinstance(curve, list)
+        return curve
+
+    thin = losses(10 * MOST_POINTS)
     assert len(thin) == MOST_POINTS
     assert thin[0] == (0.0, 0.0, 4.5)
-    assert thinned(points[:5]) == points[:5]
+    assert losses(5) == [(n, n, n) for n in range(5)]
 
 
 def test_wide_and_long_runs_stay_small() -> None:

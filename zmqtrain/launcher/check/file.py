@@ -10,6 +10,7 @@ from pathlib import Path
 from zmqtrain.errors import PlacementError, UsageError
 from zmqtrain.launcher.engine import make_engine
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
+from zmqtrain.observe.sinks.make import make_sinks
 from zmqtrain.processors import gpus
 from zmqtrain.topology.cautions import cautions, counted
 from zmqtrain.topology.find_task import find_task
@@ -55,6 +56,7 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
         findings.append(Finding("placement", False, str(error)))
     findings += [
         *_engine(topology),
+        *_sinks(topology),
         _task(topology),
         *_data(topology, data),
         _port(topology),
@@ -70,6 +72,14 @@ def _engine(topology: Topology) -> list[Finding]:
         make_engine(topology.engine.kind)
     except UsageError as error:
         return [Finding("engine", False, str(error))]
+    return []
+
+
+def _sinks(topology: Topology) -> list[Finding]:
+    try:
+        make_sinks(topology.observe.to)
+    except UsageError as error:
+        return [Finding("observe", False, str(error))]
     return []
 
 

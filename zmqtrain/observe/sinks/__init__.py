@@ -1,0 +1,1 @@
+"""Where a run's figures go besides its directory: TensorBoard, Prometheus, MLflow, Weights & Biases, a CSV file, or a plug-in."""
