@@ -54,10 +54,7 @@ class ServerChanges:
             plan.change(since, lives, progress)
         plan = self._members.slots
         assert plan is not None
-        left = len(plan.eras[-1].left)
         self._recorder.audit("era", since=since, members=lives, left=[slot.number for slot in plan.eras[-1].left])
-        if left:
-            self._recorder.event("taken over", step=since, batches=left)
         return since
 
     async def _ask(self, method: str, *values: Value) -> list[Value]:
