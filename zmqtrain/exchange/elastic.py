@@ -217,22 +217,25 @@ class ElasticMembers:
         self, view: View, planned: Mapping[PeerId, int], members: tuple[PeerId, ...], error: ConnectivityError
     ) -> None:
         """Wait for the view that says which members were lost."""
-        try:
-            async with asyncio.timeout(self._timeouts.lost_s + self._timeouts.request_s):
-                while True:
-                    self._viewed.clear()
-                    now = self._membership.view
-                    here = self._living(now)
-                    changed = (
-                        now.version > view.version if not planned else any(here.get(peer) != planned[peer] for peer in members)
-                    )
-                    if changed:
-                        return
-                    await self._viewed.wait()
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
-            raise error from None
+        while True:
+            was_away = self._membership.away
+            try:
+                async with asyncio.timeout(self._timeouts.lost_s + self._timeouts.request_s):
+                    while True:
+                        self._viewed.clear()
+                        now = self._membership.view
+                        here = self._living(now)
+                        changed = (
+                            now.version > view.version if not planned else any(here.get(peer) != planned[peer] for peer in members)
+                        )
+                        if changed:
+                            return
+                        await self._viewed.wait()
+            except PeerTimeoutError:
+                raise
+            except TimeoutError:
+                if not was_away and not self._membership.away:  # a coordinator that is away tells nobody who was lost
+                    raise error from None
 
     def _group(self, members: tuple[PeerId, ...], name: str) -> Group:
         group = self._groups.get(name)

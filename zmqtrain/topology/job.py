@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from zmqtrain.topology.section import MOST, Every, Section, Texts, Timeout, is_plain, seconds_of
+from zmqtrain.topology.section import MOST, Alone, Every, Section, Texts, Timeout, is_plain, seconds_of
 from zmqtrain.topology.timeouts import Timeouts
 
 _TASK = re.compile(r"[^:]+(:[A-Za-z_]\w*)?")
@@ -107,6 +107,12 @@ class Job(Section):
     timeout: Timeout = Field(
         default=60.0,
         description="The one number from which all time-outs are derived, in seconds or with a unit. `zmqtrain check` prints them.",
+    )
+    alone: Alone = Field(
+        default=600.0,
+        description="How long processes train on when the launcher is gone (`kill -9`, its machine restarts), for `zmqtrain launch "
+        "--continue RUN` to take over; then they end. For processes that outlive their launcher: those of the ssh engine, and of "
+        "`--detach` with the local engine. 0: they end with it, as all others do.",
     )
     on_nan: Literal["stop", "continue"] = Field(
         default="stop",

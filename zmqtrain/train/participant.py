@@ -52,7 +52,7 @@ class Participant:
             context.endpoint, context.placement.group_members(role.group), f"evaluate/{role.group}", timeouts.barrier_s
         )
         """This worker's compute group."""
-        self.stop_point = StopPoint(context.endpoint, timeout_s=timeouts.barrier_s)
+        self.stop_point = StopPoint(context.endpoint, timeout_s=timeouts.barrier_s + context.membership.alone_s)
         self.spread = 0.0
         """The largest difference between this worker's parameters and the run's model, if it was measured."""
         self._trained = AllTrained(context, step)
