@@ -18,7 +18,7 @@ from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.loop import Dilation, dilation_of
 from zmqtrain.net.zeromq import open_zeromq
-from zmqtrain.observe.recorder import AuditEvents, RunRecorder
+from zmqtrain.observe.recorder import AuditEvents, RunRecorder, Speeds
 from zmqtrain.run.report import report_of
 from zmqtrain.topology.timeouts import Timeouts
 
@@ -77,7 +77,7 @@ async def enter(
         raise UsageError(f"{endpoint.peer} is not a role of this run; set ZMQTRAIN_PEER to one of its roles") from error
     membership = await Membership.join(endpoint, coordinator_address=coordinator, timeouts=timeouts)
     tracing = description.topology.observe.trace_steps
-    async with _recording(membership, recorder, trace_steps=tracing, audit=audit) as recording:
+    async with _recording(membership, recorder, trace_steps=tracing, audit=audit, speeds=endpoint.speeds) as recording:
         context = RoleContext(
             endpoint=endpoint,
             membership=membership,
@@ -101,13 +101,13 @@ async def enter(
 
 @asynccontextmanager
 async def _recording(
-    membership: Membership, given: Recorder | None, *, trace_steps: int, audit: AuditEvents | None
+    membership: Membership, given: Recorder | None, *, trace_steps: int, audit: AuditEvents | None, speeds: Speeds
 ) -> AsyncIterator[Recorder]:
     """The recorder that was given, or one that posts to the coordinator until the end of the block."""
     if given is not None:
         yield given
         return
-    recorder = RunRecorder(membership.report, trace_steps=trace_steps, audit=audit)
+    recorder = RunRecorder(membership.report, trace_steps=trace_steps, audit=audit, speeds=speeds)
     posting = asyncio.create_task(recorder.run(), name="post events")
     try:
         yield recorder
