@@ -24,6 +24,8 @@ from zmqtrain.plan.layers import DIVISIBLE, INPUT, Branch, Kind, LayerShape, Mee
 #: Samples of the traced forward: the fewest that batch norm allows in training.
 SAMPLES = 2
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+#: Those with means over groups of channels of a sample.
+_MEANS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _POOLS = (_AvgPoolNd, _MaxPoolNd, _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd)
 #: Modules with submodules that count as one layer, because they are divided as one.
 _ONE_LAYER = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -41,17 +43,18 @@ class _Call:
     source: Source
 
 
-def trace_layers(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerShape, ...]:
+def trace_layers(model: nn.Module, inputs: Sequence[Any], *, devices: Sequence[str] = ("meta", "cpu")) -> tuple[LayerShape, ...]:
     """The model's layers in the order in which ``model(*inputs)`` calls them. ``inputs``: those of a batch, samples first.
 
     Names are those of `named_modules`. A layer that is called more than once is one layer, with the source of its first input. Of
     what is not a module (functions, sums of branches) only what meets there is seen: activations are counted as modules return
     them. Nothing is computed if the model can run on torch's
-    meta tensors; otherwise two samples run for real. Raises `UsageError` if the forward fails, or calls no layer with weights.
+    meta tensors; otherwise two samples run for real, if ``devices`` has ``cpu``. Raises `UsageError` if the forward fails, or calls
+    no layer with weights.
     """
     training = model.training
     try:
-        calls = _run(model, inputs, SAMPLES)
+        calls = _run(model, inputs, SAMPLES, devices)
     finally:
         model.train(training)
     found: dict[str, LayerShape] = {}
@@ -69,10 +72,10 @@ def trace_layers(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerShape, .
     return tuple(found.values())
 
 
-def _run(model: nn.Module, inputs: Sequence[Any], samples: int) -> list[_Call]:
+def _run(model: nn.Module, inputs: Sequence[Any], samples: int, devices: Sequence[str]) -> list[_Call]:
     first = [_map(one, lambda tensor: tensor[:samples]) for one in inputs]
     error: Exception | None = None
-    for device in ("meta", "cpu"):
+    for device in devices:
         # The very same parameters are put back afterwards.
         with _on(model, device), torch.no_grad():
             calls: list[_Call] = []
@@ -185,7 +188,8 @@ def _layer(call: _Call) -> LayerShape:
         shape,
         flops=2 * matrices * positions if shape.kind in _MULTIPLIES else elementwise,
         statistics=isinstance(module, _BatchNorm),
-        mixes=shape.kind not in (*DIVISIBLE, "own") and not isinstance(module, (_BatchNorm, *_BY_CHANNEL)),
+        means=_means(module, call.inputs),
+        mixes=shape.kind not in (*DIVISIBLE, "own") and not isinstance(module, (_BatchNorm, *_MEANS, *_BY_CHANNEL)),
         **_attention(module),
     )
     if isinstance(module, nn.RNNBase):
@@ -204,6 +208,13 @@ def _layer(call: _Call) -> LayerShape:
             groups=getattr(module, "groups", 1),
         )
     return shape
+
+
+def _means(module: nn.Module, inputs: tuple[int, ...]) -> int:
+    """Of how many groups of channels a norm needs means."""
+    if isinstance(module, nn.GroupNorm):
+        return module.num_groups
+    return inputs[0] if isinstance(module, _MEANS) else 0
 
 
 def _attention(module: nn.Module) -> dict[str, Any]:
