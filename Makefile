@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 # What is installed: the package and what its examples need, or that and what tests need besides.
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
+SITE := $(VENV)/.site
 LOWEST := $(VENV)-lowest
 # Processes that test at a time. Each starts others, and waits for them: on two processors three keep both busy.
 WORKERS ?= 3
@@ -14,7 +15,7 @@ DIST := --dist loadfile
 # Tests start hundreds of processes. Each would compile the package anew where the environment forbids to keep what is compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-lowest test-processors test-gpu bench docs format clean
+.PHONY: help demo test test-lowest test-processors test-gpu test-wheel bench docs docs-site format clean
 
 help:
 	@echo "make demo            train a small network on handwritten digits: 2 groups of 2 workers and 2 model servers"
@@ -23,7 +24,8 @@ help:
 	@echo "make test-lowest the core's tests with the lowest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make test-gpu        what needs a GPU, with the machine's own python3 and torch; needs no package index"
 	@echo "make bench           measure network, collectives, servers, start-up and simulated and emulated worlds"
-	@echo "make docs            write docs/topology.md from the schema, launch/jobset.yaml, and the shipped profiles"
+	@echo "make docs            write docs/topology.md and docs/reference from the code, launch/jobset.yaml, and the shipped profiles"
+	@echo "make docs-site       build the documentation's site in site/, and check every link of it"
 	@echo "make format          put the code into the form that make test asks for"
 	@echo "make clean           remove .venv, caches and runs"
 
@@ -53,15 +55,20 @@ bench: $(DEMO)
 
 docs: $(READY)
 	$(BIN)/python docs/make_topology.py
+	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_jobset.py
 	$(BIN)/python docs/make_profiles.py
+
+docs-site: $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html in a browser"
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LOWEST) runs build dist .gpu-wheels .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) runs build dist site .gpu-wheels .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find zmqtrain benchmarks tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Done again when what is to be installed has changed.
@@ -73,6 +80,10 @@ $(DEMO): pyproject.toml constraints.txt
 
 $(READY): $(DEMO)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples,dev]'
+	@touch $@
+
+$(SITE): $(DEMO)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(LOWEST)/.ready: pyproject.toml constraints-lowest.txt

@@ -1,13 +1,80 @@
-"""The reference of the topology file is what the schema says."""
+"""The documentation is what the code says, names everything that it should name, and its links lead somewhere."""
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
+from typing import Any
 
-DOCS = Path(__file__).parents[1] / "docs"
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def test_the_topology_reference_is_up_to_date() -> None:
     document = runpy.run_path(str(DOCS / "make_topology.py"))["document"]()
     assert (DOCS / "topology.md").read_text() == document, "run `make docs`"
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "make_reference.py"))
+
+
+@pytest.mark.parametrize("page", ["commands.md", "exit-codes.md", "api.md", "events.md"])
+def test_the_reference_is_up_to_date(reference: dict[str, Any], page: str) -> None:
+    assert (DOCS / "reference" / page).read_text() == reference["PAGES"][page](), "run `make docs`"
+
+
+def test_every_kind_of_event_and_every_metric_has_a_meaning(reference: dict[str, Any]) -> None:
+    assert reference["kinds"]() <= reference["EVENTS"].keys(), "say in docs/make_reference.py what the new kind means"
+    assert reference["summary_keys"]() == reference["SUMMARY"].keys()
+
+
+def test_every_error_and_exit_code_is_in_troubleshooting(reference: dict[str, Any]) -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    errors = [error for error in reference["public_errors"]() if error.__name__ != "ZmqTrainError"]
+    assert len(errors) > 20
+    for error in errors:
+        assert re.search(rf"^\|.*`{error.__name__}`.*\|", text, re.MULTILINE), error.__name__
+    codes = re.findall(r"^\| (\d+) \|", reference["exit_codes"](), re.MULTILINE)
+    for code in codes:
+        assert re.search(rf"^\| {code} \|", text, re.MULTILINE), code
+
+
+def test_every_page_has_one_place_on_the_site() -> None:
+    named = re.findall(r"(?:: |- )([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(named) == len(set(named))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert pages == {page for page in named if not page.startswith("project/")}
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "") for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text)):
+        if "://" in target:
+            continue
+        goal = page if not target else page.parent / target
+        assert goal.exists(), f"{page.name} links to {target}"
+        if anchor and goal.suffix == ".md":
+            assert anchor in anchors(goal), f"{page.name} links to {target}#{anchor}"
+
+
+def test_the_image_that_kubernetes_runs_is_the_dockerfiles() -> None:
+    name = re.search(r"docker build -t (\S+) \.", (ROOT / "Dockerfile").read_text())
+    assert name is not None
+    assert f'image = "{name[1]}"' in (ROOT / "launch" / "kubernetes.toml").read_text()
+    manifests = list(yaml.safe_load_all((ROOT / "launch" / "jobset.yaml").read_text()))
+    assert f"'image': '{name[1]}'" in str(manifests)

@@ -80,7 +80,9 @@ def run_dashboard(
         if open_it:
             webbrowser.open(url)
         app = make_app(folder, Processes(), token, cookie=f"zmqtrain-{at}")
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, lifespan="off", timeout_graceful_shutdown=1
+        )
         with suppress(KeyboardInterrupt):  # uvicorn has shut down in order by then, and passes the signal on
             uvicorn.Server(config).run(sockets=[listening])
     return 0

@@ -7,6 +7,7 @@ was asked for. Requests for a method that is not served yet wait until it is: ro
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from inspect import Parameter, signature
@@ -26,6 +27,9 @@ from zmqtrain.world import random_bits
 REQUEST = "@request"
 ANSWER = "@answer"
 ERROR = "@error"
+#: After a handler's failure has been reported, others of the same method are only counted for so long: a peer that keeps sending
+#: arguments of a wrong type must not fill a log.
+REPORT_EVERY_S = 60.0
 
 
 class Withdrawable(Protocol):
@@ -60,6 +64,7 @@ class Desk:
         self._handlers: dict[str, Handler] = {}
         self._takes: dict[str, tuple[float, float]] = {}  # how many arguments: at least, and at most
         self._unserved: dict[str, list[Incoming]] = {}
+        self._reported: dict[str, tuple[float, int]] = {}  # method: when its failure was reported, and failures since then
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         mailbox.route(REQUEST, self._requested)
@@ -169,8 +174,19 @@ class Desk:
         except Exception as error:  # noqa: BLE001 - the caller gets an answer, and the loop's handler reports it
             text = f"{incoming.tag[2]!r} failed there: {type(error).__name__}: {error}"
             self._answer(incoming, ERROR, ValuePayload({"type": "ZmqTrainError", "text": text[:2000], "attributes": {}}))
-            message = f"the handler of {incoming.tag[2]!r}, called by {incoming.source}, raised"
-            asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+            self._report(str(incoming.tag[2]), incoming.source, error)
+
+    def _report(self, method: str, caller: PeerId, error: Exception) -> None:
+        """Give an unexpected error to the loop's exception handler, at most one of a method in `REPORT_EVERY_S`."""
+        loop = asyncio.get_running_loop()
+        last, silent = self._reported.get(method, (-math.inf, 0))
+        if loop.time() - last < REPORT_EVERY_S:
+            self._reported[method] = last, silent + 1
+            return
+        self._reported[method] = loop.time(), 0
+        more = f" ({silent} more failures of it since the last one that was reported)" if silent else ""
+        message = f"the handler of {method!r}, called by {caller}, raised{more}"
+        loop.call_exception_handler({"message": message, "exception": error})
 
     def _answer(self, incoming: Incoming, kind: str, payload: Payload) -> None:
         if self._closed:

@@ -1,0 +1,208 @@
+"""Tensors whose pages others read where they lie: the sums are the same, and nothing else notices."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.host.world import MIB, teams, together
+from zmqtrain.arena import Arena
+from zmqtrain.arena.region import PAGE
+from zmqtrain.host.adopted import LEAST_BYTES, SETTING, USES, Adopted, Adoptions, Others
+from zmqtrain.host.window import Window
+
+NUMEL = LEAST_BYTES // 4 + 3 * PAGE
+#: More than the allocator (glibc's) keeps for others: freed pages are gone.
+MANY = 36 * MIB // 4
+
+Make: TypeAlias = Callable[..., Adoptions]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes adoptions, with a limit. At the end all memory is ordinary again."""
+    made: list[Adoptions] = []
+
+    def make(limit: int | None = 256 * MIB) -> Adoptions:
+        made.append(Adoptions(limit))
+        return made[-1]
+
+    yield make
+    gc.collect()
+    for each in made:
+        each.sweep()
+        assert each.nbytes == 0, "tensors that nobody has any more are given up"
+
+
+def adopt(adoptions: Adoptions, flat: Tensor) -> Adopted | None:
+    """Use a tensor as often as it takes to be adopted."""
+    return [adoptions.use(flat) for _ in range(USES)][-1]
+
+
+def shared_mappings() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "zmqtrain-adopted" in line and " rw-s " in line]
+
+
+def reduced(contents: Sequence[Sequence[Tensor]], adoptions: Sequence[Adoptions], combine: Callable[..., Tensor]) -> list[bool]:
+    """All ranks reduce their tensors until those are adopted, and then once more. Returns whether they were, for each rank."""
+    size = len(contents)
+    region = Arena.create(size, 16 * MIB)
+    members = teams(region, size)
+
+    def work(rank: int) -> bool:
+        window = Window(members[rank], chunk_bytes=MIB // 4, adoptions=adoptions[rank])
+        for flat in contents[rank]:
+            kept = flat.clone()
+            for _ in range(USES + 1):
+                flat.copy_(kept)
+                window.all_reduce(flat, combine, "a sum")
+        return adoptions[rank].nbytes > 0
+
+    found = together(work, size)
+    region.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int16])
+def test_sums_have_the_bits_of_those_through_the_window(size: int, dtype: torch.dtype, make: Make) -> None:
+    torch.manual_seed(1)
+    numel = 2 * LEAST_BYTES // dtype.itemsize
+    values = [[(10 * torch.randn(numel + extra)).to(dtype) for extra in (0, 777)] for _ in range(size)]
+    # Each rank's tensors begin at another place of a page, and one begins a view of a longer tensor.
+    here = [[torch.cat([value[: 5 * rank], value])[5 * rank :] for value in each] for rank, each in enumerate(values)]
+    reduced(values, [make(0) for _ in range(size)], torch.add)
+    assert reduced(here, [make() for _ in range(size)], torch.add) == [True] * size
+    for through, in_place in zip(values, here, strict=True):
+        for one, other in zip(through, in_place, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_other_operations_and_a_rank_without_adopted_tensors(make: Make) -> None:
+    def contents() -> list[list[Tensor]]:
+        return [[torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))] for rank in range(3)]
+
+    expected = torch.stack([each[0] for each in contents()]).amax(0)
+    for limits in ([256 * MIB] * 3, [256 * MIB, 0, 256 * MIB]):
+        found = contents()
+        reduced(found, [make(limit) for limit in limits], torch.maximum)
+        assert all(torch.equal(each[0], expected) for each in found)
+
+
+def test_ranks_that_cannot_read_each_other_use_the_window(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Others.open
+    refused = []
+
+    def one_fails(self: Others, number: int, file: int, nbytes: int) -> bool:
+        refused.append(number)
+        return len(refused) > 1 and whole(self, number, file, nbytes)
+
+    monkeypatch.setattr(Others, "open", one_fails)
+    found = [[torch.full((NUMEL,), rank + 1.0) for _ in range(2)] for rank in range(2)]
+    reduced(found, [make() for _ in range(2)], torch.add)
+    assert all(bool((flat == 3).all()) for each in found for flat in each)
+    assert len(refused) == 2, "after the first tensor nobody offers another one"
+
+
+def test_only_large_ordinary_memory_is_adopted(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adoptions = make()
+    assert [adoptions.use(torch.ones(NUMEL)) for _ in range(9)] == [None] * 9, "a new tensor each time, though at one address"
+    assert adopt(adoptions, torch.ones(LEAST_BYTES // 4 - 1)) is None
+    assert adopt(adoptions, torch.ones(NUMEL).share_memory_()) is None
+    assert adopt(adoptions, torch.from_file(str(tmp_path / "file"), shared=True, size=NUMEL)) is None
+    assert adopt(adoptions, torch.from_file(str(tmp_path / "file"), shared=False, size=NUMEL)) is None
+    assert adopt(adoptions, torch.frombuffer(mmap.mmap(-1, 4 * NUMEL), dtype=torch.float32)) is None
+    assert adopt(make(4 * NUMEL - 2 * PAGE), torch.ones(NUMEL)) is None, "beyond the limit"
+    monkeypatch.setenv(SETTING, "0")
+    assert adopt(make(None), torch.ones(NUMEL)) is None
+    monkeypatch.delenv(SETTING)
+    assert adopt(make(None), torch.ones(NUMEL)) is not None
+    flat = torch.arange(NUMEL, dtype=torch.float32)
+    found = adopt(adoptions, flat)
+    assert found is not None
+    assert found.before < PAGE
+    assert found.nbytes >= 4 * NUMEL - 2 * PAGE
+    assert torch.equal(flat, torch.arange(NUMEL, dtype=torch.float32)), "the content stays"
+    assert adopt(adoptions, flat[PAGE:]) is None, "a part of what is adopted"
+    assert adoptions.use(flat) is found
+
+
+def test_a_tensor_that_nobody_has_is_given_up_before_its_memory_is_given_back(make: Make) -> None:
+    adoptions, before = make(), len(shared_mappings())
+    flat = torch.ones(NUMEL)
+    adopt(adoptions, flat)
+    view = flat.view(2, -1)[1].numpy()
+    del flat
+    adoptions.sweep()
+    assert adoptions.nbytes > 0, "a view of it is in use"
+    assert len(shared_mappings()) == before + 1
+    del view
+    adoptions.sweep()
+    assert adoptions.nbytes == 0
+    assert len(shared_mappings()) == before
+    again = torch.full((NUMEL,), 2.0)  # perhaps where it was
+    assert bool((again == 2).all())
+
+
+@pytest.mark.parametrize("change", [lambda flat: flat.untyped_storage().resize_(8 * MANY), lambda flat: flat.share_memory_()])
+def test_a_storage_that_moves_is_given_up(change: Callable[[Tensor], object], make: Make) -> None:
+    adoptions = make()
+    flat = torch.arange(MANY, dtype=torch.float32)
+    adopt(adoptions, flat)
+    change(flat)
+    assert torch.equal(flat[:MANY], torch.arange(MANY, dtype=torch.float32))
+    adoptions.use(torch.ones(MANY))
+    assert adoptions.nbytes == 0
+
+
+def test_a_forked_process_has_its_own_copy(make: Make) -> None:
+    adoptions = make()
+    flat = torch.full((NUMEL,), 1.0)
+    assert adopt(adoptions, flat) is not None
+    to_child, from_parent = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.read(from_parent[0], 1)  # the parent has written 2 by now
+            good = bool((flat == 1).all())
+            flat.fill_(3.0)
+            del flat
+            os.write(to_child[1], b"y" if good and not shared_mappings() and adopt(make(), torch.ones(NUMEL)) else b"n")
+            os.read(from_parent[0], 1)
+            code = 0
+        finally:
+            os._exit(code)
+    flat.fill_(2.0)
+    os.write(from_parent[1], b"x")
+    assert os.read(to_child[0], 1) == b"y"
+    assert bool((flat == 2).all()), "the child has written to its own memory"
+    os.write(from_parent[1], b"x")
+    assert os.waitpid(pid, 0)[1] == 0
+    assert adoptions.use(flat) is not None
+    for end in (*to_child, *from_parent):
+        os.close(end)
+
+
+def test_others_only_read(make: Make) -> None:
+    adoptions, others = make(), Others(os.getpid)
+    flat = torch.arange(NUMEL, dtype=torch.float32)
+    found = adopt(adoptions, flat)
+    assert found is not None
+    assert others.open(found.number, found.file, found.nbytes)
+    seen = others.memory(found.number).view(torch.float32)
+    first = found.before // 4
+    assert torch.equal(seen, flat[first : first + len(seen)])
+    flat.fill_(7.0)
+    assert bool((seen == 7).all()), "the same memory"
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "zmqtrain-adopted" in line]
+    assert sorted(line.split()[1] for line in lines if line.split()[4] == str(os.fstat(found.file).st_ino)) == ["r--s", "rw-s"]
+    assert not Others(lambda: 1).open(1, 0, PAGE), "another user's process, or one that has no such file"
