@@ -22,7 +22,7 @@ MOST_FEED = 1000
 #: The share of the newest step in a worker's averages.
 NEW = 0.1
 #: A worker is a straggler if its own part of a step takes this many times as long as the others' median, and this much longer.
-SLOWER, SLOWER_S = 1.25, 0.001
+SLOWER, SLOWER_S = 1.5, 0.001
 #: Events that are drawn as curves, and would only fill the feed.
 _CURVES = ("schema", "step", "sums", "span", "spread", "samples", "momentum", "eval")
 #: What becomes of a member, by the kind of event that says so.
