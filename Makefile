@@ -22,6 +22,7 @@ help:
 	@echo "make test            formatting, types, import contracts and tests"
 	@echo "make test-processors numeric tests with the kernels of older processors"
 	@echo "make test-lowest the core's tests with the lowest versions that pyproject.toml allows, in .venv-lowest"
+	@echo "make test-wheel      build the wheel, install it alone in a new environment, and train there"
 	@echo "make test-gpu        what needs a GPU, with the machine's own python3 and torch; needs no package index"
 	@echo "make bench           measure network, collectives, servers, start-up and simulated and emulated worlds"
 	@echo "make docs            write docs/topology.md and docs/reference from the code, launch/jobset.yaml, and the shipped profiles"
@@ -46,6 +47,10 @@ test-processors: $(READY)
 # The parts that meet other packages most.
 test-lowest: $(LOWEST)/.ready
 	$(LOWEST)/bin/python -m pytest -n $(WORKERS) $(DIST) $(addprefix tests/,wire topology net exchange train embed c10d cli)
+
+# Builds with pip's index; the environment is a temporary one.
+test-wheel: $(DEMO)
+	$(BIN)/python -m tests.wheel
 
 test-gpu:
 	@$(PYTHON) -m tests.device $(ARGS)

@@ -10,7 +10,7 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
     from zmqtrain.exchange.model_server import ModelServerExchange
+    from zmqtrain.wire.payload import Payload, Value
 
 PolicyName = Literal["sync", "async"]
 
@@ -239,3 +240,9 @@ class _Replica:
 
     async def update(self, *, hold: bool = False) -> None:
         raise AssertionError("the server runs the optimizer")
+
+    async def beside(self) -> tuple[Mapping[str, Payload], Mapping[str, Value]]:
+        raise AssertionError("nobody joins late")
+
+    async def take_beside(self, tensors: Mapping[str, Payload], values: Mapping[str, Value]) -> None:
+        raise AssertionError("nobody joins late")

@@ -320,6 +320,7 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "running": ("All members have joined, and training begins", "`members`, `reason`"),
     "leave": ("A member has done its work and left", "`peer`, `reason`"),
     "exit": ("A process has ended", "`peer`, `host`, `exit_code` (negative: the signal), `reason`"),
+    "not elastic": ("A worker has said that the run cannot go on without any of them", "`peer`, `reason`"),
     "lost": ("A member is gone without having left", "`peer`, `host`, `reason`"),
     "failed": ("A member has failed, and the run with it", "`peer`, `reason`"),
     "halt": ("A member asks to stop the run", "`peer` and `reason`, which has the error"),

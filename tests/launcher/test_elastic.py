@@ -1,4 +1,4 @@
-"""Real processes that gossip on without a worker that was killed, and with the one that comes in its place."""
+"""Real processes that train on without a worker that was killed, and with the one that comes in its place."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ restarts = {restarts}
 groups = 3
 batch_size = 8
 [exchange]
-kind = "gossip"
+kind = "{kind}"
 [observe]
 events_per_s = "all"
 """
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_worker_is_killed(tmp_path: Path, restarts: int) -> None:
+@pytest.mark.parametrize(("kind", "restarts"), [("gossip", 0), ("gossip", 1), ("averaging", 1)])
+def test_a_worker_is_killed(tmp_path: Path, kind: str, restarts: int) -> None:
     steps = 1000 * (1 + restarts)  # it is killed in their midst, and the new one needs time to join
     (tmp_path / "task.py").write_text(TASK)
-    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(restarts=restarts, steps=steps))
+    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(kind=kind, restarts=restarts, steps=steps))
     with Launched(tmp_path, "trial.toml") as run:
         roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 3)
         run.wait_for(r"^step ")
@@ -78,7 +78,7 @@ def test_a_worker_that_fails_by_itself_is_heard_before_it_is_ended(tmp_path: Pat
         "    return torch.nn.functional.mse_loss(output, target)\n"
     )
     (tmp_path / "task.py").write_text(failing)
-    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(restarts=0, steps=2000).replace("20 s", "60 s"))
+    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(kind="gossip", restarts=0, steps=2000).replace("20 s", "60 s"))
     with Launched(tmp_path, "trial.toml") as run:
         assert run.end() == 3, run
         error = run.json("error.json")

@@ -1,4 +1,4 @@
-"""Gossip goes on without those who are lost, and with those who come back: whole runs in simulated time."""
+"""Gossip and averaging go on without those who are lost, and with those who come back: whole runs in simulated time."""
 
 from __future__ import annotations
 
@@ -202,3 +202,51 @@ def test_a_bucket_is_averaged_as_a_whole_or_stays_local(when_ms: int) -> None:
 
     found = run_virtual(run(), seed=1, limit_s=60)
     assert found.count("averaged") in range(min(4, when_ms // 7) - 1, when_ms // 6 + 1)
+
+
+AVERAGING = """
+[exchange]
+kind = "averaging"
+every = {every}
+averaging = {{ {averaging} }}
+"""
+
+
+def averaging(method: str = "", every: int = 4, job: str = "") -> Topology:
+    text = TOPOLOGY.format(steps=STEPS, exchange="weights", granularity="bucket", job=job)
+    start, end = text.index("[exchange]"), text.index("[network]")
+    return parse_topology(text[:start] + AVERAGING.format(every=every, averaging=method) + text[end:])
+
+
+METHODS = [
+    "",
+    'method = "elastic"',
+    'method = "outer"',
+    'method = "outer", overlap_steps = 2, fragments = 2',
+    'method = "elastic", overlap_steps = 3',
+    'method = "outer", deltas = "int8"',
+]
+
+
+def run_averaging(faults: Sequence[Fault], shape: Topology) -> Heard:
+    heard = Heard()
+    result = simulate(shape, options=Options(faults=faults, on_report=heard))
+    assert result.ending.status == "done", result.ending.error
+    assert result.broken == []
+    return heard
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_averaging_continues_without_a_lost_worker_and_with_one_that_comes_back(method: str) -> None:
+    heard = run_averaging([kill("worker/1", step=50), restart("worker/2", at=0.025, after=0.01)], averaging(method))
+    assert heard.steps["worker/0"] == heard.steps["worker/3"] == list(range(STEPS))
+    assert heard.views["worker/0"] == heard.views["worker/3"]
+    assert [len(members) for _, members in heard.views["worker/0"]] == [3, 2, 3]
+    assert heard.steps["worker/2"][-1] == STEPS - 1
+
+
+def test_averaging_at_any_moment() -> None:
+    for number, every in enumerate((1, 3)):
+        shape = averaging(METHODS[number], every=every)
+        found = list(explore(shape, range(10 * number, 10 * number + 2), faults="random"))
+        assert [each.broken for each in found if each.broken] == []

@@ -248,7 +248,7 @@ async def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("topology", "said"),
     [
-        ({"exchange": {"kind": "gossip"}}, "set .job. elastic = false"),
+        ({"job": {"elastic": True}, "exchange": {"kind": "gossip"}}, "remove .job. elastic"),
         ({"compute": {"parts": "measured"}, "exchange": {"kind": "allreduce"}}, "use .compute. weights"),
         ({"data": {"shuffle": "ring"}, "exchange": {"kind": "allreduce"}}, "needs a known number of samples"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from zmqtrain.train.bucket_machine import BucketMachine, Do
 from zmqtrain.train.buckets import ParameterInfo, plan_buckets
 from zmqtrain.train.gates import Gates
 from zmqtrain.train.shared import allocate_in
+from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
 SETTING = "timeout_s= of ModelServers"
@@ -93,6 +94,12 @@ class DdpReplica:
 
     async def update(self, *, hold: bool = False) -> None:
         raise AssertionError("servers run the optimizer")
+
+    async def beside(self) -> tuple[Mapping[str, Payload], Mapping[str, Value]]:
+        raise AssertionError("the ranks of DistributedDataParallel stay the same")
+
+    async def take_beside(self, tensors: Mapping[str, Payload], values: Mapping[str, Value]) -> None:
+        raise AssertionError("the ranks of DistributedDataParallel stay the same")
 
     # Called in the caller's threads.
 

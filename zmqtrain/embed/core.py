@@ -22,7 +22,7 @@ from zmqtrain.data.batch import Batch
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.source import Shard
 from zmqtrain.embed.device import CallersDevice
-from zmqtrain.embed.feed import Feed, make_feed
+from zmqtrain.embed.feed import Feed, StreamFeed, make_feed
 from zmqtrain.embed.grid.begin import begin_alike
 from zmqtrain.embed.grid.meeting import Meetings
 from zmqtrain.embed.grid.model import DividedScript
@@ -263,7 +263,7 @@ class Core:
         self._other_loops.nearest = members
         return Scope(group, placement.groups if in_step(context.topology) else 1)
 
-    def begin_batches(self, data: Any, epoch: int, batch_size: int | None, shard: Shard | None, first: int | None) -> Feed:
+    async def begin_batches(self, data: Any, epoch: int, batch_size: int | None, shard: Shard | None, first: int | None) -> Feed:
         """Begin this worker's batches of an epoch, from number ``first`` on."""
         if first is None and self.members.late:
             raise UsageError(
@@ -272,6 +272,8 @@ class Core:
             )
         feed = make_feed(self.context, data, epoch, batch_size, shard, self.device.type == "cuda", self._agree, first=first or 0)
         self._feeds.append(feed)
+        if isinstance(feed, StreamFeed) and self.context.topology.elastic:
+            await self.context.membership.need_all("its data is a stream, and no other worker can take over a part of it")
         return feed
 
     async def next_batch(self, feed: Feed) -> Batch | None:

@@ -90,8 +90,8 @@ def make_feed(
     if source.stream:
         if first:
             raise UsageError(f"{source.name} is a stream, which cannot skip batches: remove `first`")
-        if topology.elastic:
-            raise UsageError("other workers cannot take over a stream in the middle: set [job] elastic = false")
+        if topology.asks_elastic:
+            raise UsageError("other workers cannot take over a stream in the middle: remove [job] elastic and restarts")
         start, stop = shares.bounds(0)
         columns = topology.compute.columns
         place = StreamPlace(

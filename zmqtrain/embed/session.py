@@ -108,7 +108,7 @@ class Session(Place):
         that replaces a lost one in the middle of an epoch (see docs/sessions.md).
         """
         core = self._core
-        feed = self._wait(_call(partial(core.begin_batches, data, epoch, batch_size, shard, first)), "batches()")
+        feed = self._wait(core.begin_batches(data, epoch, batch_size, shard, first), "batches()")
         try:
             while (batch := self._wait(core.next_batch(feed), "the next batch")) is not None:
                 yield batch.inputs[0]
@@ -189,7 +189,7 @@ class AsyncSession(Place):
     ) -> AsyncIterator[Any]:
         """Like `Session.batches`."""
         core = self._core
-        feed = core.begin_batches(data, epoch, batch_size, shard, first)
+        feed = await core.begin_batches(data, epoch, batch_size, shard, first)
         try:
             while (batch := await core.guard(core.next_batch(feed))) is not None:
                 yield batch.inputs[0]

@@ -145,6 +145,15 @@ class Replica(Protocol):
         Afterwards all buckets count as ready, and the exchange calls `parameters_ready` only for those that it changes once more
         before the step ends. With ``hold`` a bucket is ready only when it is called for it."""
 
+    async def beside(self) -> tuple[Mapping[str, Payload], Mapping[str, Value]]:
+        """Finish due updates, and return copies of everything beside the parameters that another worker needs to go on like this
+        one: the optimizer's state and the model's buffers. For exchanges that take in late workers; called between steps, when no
+        bucket is under way."""
+        ...
+
+    async def take_beside(self, tensors: Mapping[str, Payload], values: Mapping[str, Value]) -> None:
+        """Go on with what `beside` of another worker has returned; the memory is the replica's from now on."""
+
 
 @runtime_checkable
 class Resumable(Protocol):

@@ -146,7 +146,7 @@ async def fetch_part(
             )
         received = await endpoint.receive(coordinator, (RESUME, name), into=target)
         if target is None:  # the transport may own the received memory
-            received = _copy(received, shape)
+            received = copy_of_received(received, shape)
             received = received if keep is None else keep(tensor, received)
         tensors[tensor] = received
     return Part(name, answer.meta, tensors, sidecar)
@@ -208,6 +208,7 @@ def shape_of(payload: Payload) -> tuple[int, ...]:
     return (payload.numel,) if shape is None else tuple(shape)
 
 
-def _copy(received: Payload, shape: tuple[int, ...]) -> Payload:
+def copy_of_received(received: Payload, shape: tuple[int, ...]) -> Payload:
+    """The same content in memory of its own."""
     copied = bytearray(b"".join(received.frames()))
     return TensorPayload.received(copied, received.dtype, shape, received.meta)

@@ -91,11 +91,26 @@ class ElasticMembers:
             try:
                 result = await run(self._group(members, f"members/{since}/{len(planned) - len(members)}"))
                 # Some members may have finished before the others noticed a loss: a result counts only if all have finished.
-                await self._membership.agree(f"{name}/{len(members)}", 0, members)
+                await self._all_have_finished(name, view, members, planned)
             except PeerLostError as error:
                 await self._newer(view, planned, members, error)
             else:
                 return result
+
+    async def _all_have_finished(self, name: str, view: View, members: tuple[PeerId, ...], planned: Mapping[PeerId, int]) -> None:
+        """Return once all ``members`` call this, either on all of them or on none. Raises `PeerLostError` if one is lost."""
+        while True:
+            try:
+                await self._membership.agree(f"{name}/{len(members)}", 0, members, version=view.version)
+            except ViewChangedError as error:  # a member may have been lost, and another process may have its name
+                await self._newer(view, {}, (), error)
+                view = self._membership.view
+                here = self._living(view)
+                gone = next((peer for peer in members if here.get(peer) != planned[peer]), None)
+                if gone is not None:
+                    raise PeerLostError(gone, "it was lost in the meantime", waiting_for=name) from None
+            else:
+                return
 
     async def stop(self) -> None:
         self._stopped = True

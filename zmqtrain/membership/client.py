@@ -105,6 +105,10 @@ class Membership:
             raise ProtocolError(f"the coordinator answered the agreement {name!r} with {answer!r:.60}, which is not a number")
         return answer
 
+    async def need_all(self, reason: str) -> None:
+        """Say that this run cannot continue without any of its workers, although its topology allows it."""
+        await self._ask("needs_all", reason)
+
     async def report(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Send events (plain values) to the run's record; on return they have arrived."""
         for start in range(0, len(events), EVENTS_AT_ONCE):

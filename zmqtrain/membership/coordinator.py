@@ -75,7 +75,7 @@ class Coordinator:
         self._pushers: dict[PeerId, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
-        for name in ("join", "ready", "barrier", "agree", "heartbeat", "exited", "report", "halt", "failed", "leave"):
+        for name in ("join", "ready", "barrier", "agree", "needs_all", "heartbeat", "exited", "report", "halt", "failed", "leave"):
             endpoint.serve(f"membership.{name}", getattr(self, f"_serve_{name}"))
         endpoint.on_lost(lambda peer, reason: self._do(self._roster.handle_lost(peer, reason, self._now())))
 
@@ -245,6 +245,10 @@ class Coordinator:
                     lambda ticket: self._roster.handle_agree(caller, called, number, who, about, ticket, self._now())
                 )
         raise ProtocolError(f"{caller} calls an agreement with a wrong name, value or members")
+
+    async def _serve_needs_all(self, caller: PeerId, reason: Value) -> Value:
+        self._do(self._roster.handle_needs_all(caller, str(reason)))
+        return None
 
     async def _serve_heartbeat(self, caller: PeerId, alive: Value) -> Value:
         if not isinstance(alive, list):

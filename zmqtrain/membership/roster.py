@@ -207,6 +207,13 @@ class Roster:
             return [Refuse(ticket, refused)]
         return self._barriers.arrive(peer, name, who, ticket, now, of_all=self._elastic and members is None)
 
+    def handle_needs_all(self, peer: PeerId, reason: str) -> list[Action]:
+        """A worker says that this run cannot continue without any of them, although its topology allows it."""
+        if not self._elastic or self._may_not(peer) is not None:
+            return []
+        self._elastic = False
+        return [Note("not elastic", {"peer": peer}, reason)]
+
     def handle_heartbeat(self, peer: PeerId, alive: Iterable[PeerId], now: float) -> list[Action]:
         """A heartbeat of an agent: its host is alive, and so are these roles."""
         entry = self._members.get(peer)

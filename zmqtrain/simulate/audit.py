@@ -3,6 +3,7 @@
 - No gradient is applied twice, and each update makes one new version.
 - Groups keep within the staleness that the file allows.
 - A run that ends well has trained each step of each worker once, on all its samples, and its replicas are equal.
+- Exchanges without servers are over the same members for all workers, and their models are what a replay of these gives.
 - A run whose faults can be survived ends well. Any other run ends with an error, and none hangs beyond the time-outs.
 """
 
@@ -17,6 +18,7 @@ from zmqtrain.merged_fc.profile_phases import worker_profile
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.ending import Ending
 from zmqtrain.simulate.faults import Fault
+from zmqtrain.simulate.replay import Ledger
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.memory import wrong_pieces
@@ -43,6 +45,7 @@ class Auditor:
         self._spread: float | None = None
         self._wrong_values: str | None = None
         self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server holds when it ends
+        self._ledger = Ledger(topology, placement)
         self._last_s = 0.0
         self._first = 0
         self.stopped_at: int | None = None
@@ -63,12 +66,22 @@ class Auditor:
         """A role states a fact."""
         if what == "applied":
             self._hear_applied(peer, cast(Mapping[str, Any], values))
+        elif what == "begin_step":
+            self._ledger.began(peer, int(cast(int, values["step"])))
+        elif what == "joined":
+            self._ledger.joined(peer, int(cast(int, values["step"])), str(values["source"]))
+        elif what == "counted":
+            wrong = self._ledger.counted(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
+            if wrong is not None:
+                self.note(wrong)
+        elif what == "model":
+            self._ledger.ended(peer, cast(Any, values["values"]), cast(Sequence[str], values["members"]))
         elif what == "left":
             self._gone.add((peer, int(cast(int, values["group"]))))
         elif what == "values":
-            wrong = values.get("wrong")
-            if wrong is not None:
-                self._wrong_values = f"{peer}: {wrong}"
+            differs = values.get("wrong")
+            if differs is not None:
+                self._wrong_values = f"{peer}: {differs}"
         elif what == "held" and self._topology.simulation.payload == "small":
             self._held[peer] = cast(Mapping[int, tuple[Piece, Payload]], values["pieces"])
 
@@ -150,6 +163,9 @@ class Auditor:
             missing = (until - self._first) * len(stayed) - sum(peer not in self._lost for peer, _ in self._steps)
             if missing:
                 self.note(f"{missing} steps of workers are missing")
+        if not corrupted and self._topology.simulation.payload == "small" and not self._first:
+            for found in self._ledger.wrong():
+                self.note(found)
         if self._lost:
             return  # the remaining properties hold only if no worker was lost
         if until is not None:

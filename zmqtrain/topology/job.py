@@ -115,7 +115,7 @@ class Job(Section):
     elastic: bool | None = Field(
         default=None,
         description="Carry on without workers that are lost (killed, or gone with their host), and let others take their place. "
-        "Default: true for gossip among groups of one worker.",
+        "Default: true for gossip and averaging among groups of one worker, unless their data is a stream.",
     )
     restarts: int = Field(
         default=0, ge=0, le=1000, description="How many times each worker of an elastic run is restarted after it was lost."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zmqtrain.topology.broken_rule import BrokenRule, Path, rule
 from zmqtrain.topology.compute import rows_and_columns
+from zmqtrain.topology.elastic import why_not_elastic
 from zmqtrain.topology.fault_rules import fault_rules, simulation_rules
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.known_hosts import KnownHosts
@@ -59,21 +60,17 @@ def _length(topology: Topology) -> Iterator[BrokenRule]:
 
 
 def _elastic(topology: Topology) -> Iterator[BrokenRule]:
-    job, exchange = topology.job, topology.exchange
-    if job.elastic and (exchange.kind != "gossip" or topology.compute.group_size > 1):
-        yield rule(
-            'an elastic run needs kind = "gossip" and groups of one worker; with any other exchange all workers '
-            "would wait for the lost one",
-            ("job", "elastic"),
-            ("exchange", "kind"),
-            ("compute", "group_size"),
-        )
+    job, why = topology.job, why_not_elastic(topology)
+    if job.elastic and why is not None:
+        reason, paths = why
+        yield rule(reason, ("job", "elastic"), *paths)
     if job.restarts and not topology.elastic:
+        reason, paths = why or ("elastic is false", ())
         yield rule(
-            "restarts is for elastic runs (gossip among groups of one worker); in any other run a lost worker ends the run",
+            f"restarts is for elastic runs; in this run a lost worker ends the run: {reason}",
             ("job", "restarts"),
             ("job", "elastic"),
-            ("exchange", "kind"),
+            *paths,
         )
 
 

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from zmqtrain.processors import gpus
 from zmqtrain.topology.compute import Compute
+from zmqtrain.topology.elastic import why_not_elastic
 from zmqtrain.topology.exchange import Bound, ExchangeSection
 from zmqtrain.topology.hosts import Host, Hosts, gathered
 from zmqtrain.topology.job import Job, Until
@@ -129,8 +130,12 @@ class Topology(Section):
     @property
     def elastic(self) -> bool:
         """Whether the run carries on without workers that are lost."""
-        can = self.exchange.kind == "gossip" and self.compute.group_size == 1
-        return can if self.job.elastic is None else self.job.elastic
+        return why_not_elastic(self) is None if self.job.elastic is None else self.job.elastic
+
+    @property
+    def asks_elastic(self) -> bool:
+        """Whether the file asks for that, so that a run which cannot do it is refused."""
+        return bool(self.job.elastic or (self.job.restarts and self.elastic))
 
     @property
     def divided(self) -> bool:

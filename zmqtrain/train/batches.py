@@ -266,10 +266,10 @@ def _check_stream(source: Source, context: RoleContext, *, limited: bool) -> Non
     topology = context.topology
     exchange = topology.exchange
     apart = exchange.kind == "model_server" and exchange.policy != "sync" and context.placement.groups > 1
-    if topology.elastic:
+    if topology.asks_elastic:
         raise UsageError(
-            f"{source.name} is a stream, and no other worker can take over a part of it: set [job] elastic = false, or use a "
-            "map-style dataset"
+            f"{source.name} is a stream, and no other worker can take over a part of it: remove [job] elastic and restarts, or use "
+            "a map-style dataset"
         )
     if topology.compute.parts == "measured":
         raise UsageError(

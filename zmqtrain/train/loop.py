@@ -187,7 +187,7 @@ class TrainLoop:
             async with self._part.run_model(group, f"keep {step}", kept=None if last else step, last=last):
                 return await self._state(group, step)
 
-        if self.exchange.averaged:
+        if self.exchange.averaged or self._members.survives:  # anyone may be the first who is left
             return await self._members.together(f"keep/{step}", step, gather)
         return await gather(self._part.own) if self._context.role.group == 0 else None
 

@@ -144,6 +144,7 @@ class ModelledWork:
         return {}
 
     def state_mean(self, group: Group) -> None:
+        self._state_model(group)
         if isinstance(self._memory, SmallMemory) and group.size == self._context.placement.world_size:
             self._state_values(self._memory)
 
@@ -152,6 +153,7 @@ class ModelledWork:
         member's."""
         if not isinstance(self._memory, SmallMemory):
             return 0.0
+        self._state_model(group)
         self._state_values(self._memory)
         spread = 0.0
         for bucket in self._replica.buckets:
@@ -166,6 +168,11 @@ class ModelledWork:
             await self._remote.close()
         if self._ring is not None:
             await self._ring.close(timeout_s)
+
+    def _state_model(self, group: Group) -> None:
+        if isinstance(self._memory, SmallMemory):
+            values = self._memory.values(self._replica.buckets)
+            self._context.recorder.audit("model", values=values, members=group.members)
 
     def _state_values(self, memory: SmallMemory) -> None:
         context = self._context

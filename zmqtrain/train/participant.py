@@ -42,7 +42,7 @@ class Participant:
         Args:
             step: returns how many steps this worker has trained.
             quiet: waits until the parameters of all buckets have arrived and nothing is being computed.
-            state_mean: called at the end while the replica holds the mean of a group, for an auditor.
+            state_mean: called at the end while the replica holds the model of groups that differ, for an auditor.
         """
         self._replica, self._step, self._quiet, self._state_mean = replica, step, quiet, state_mean
         self.exchange, self.members = exchange, members
@@ -93,7 +93,7 @@ class Participant:
             return
         async with gathered(self._replica, exchange, group, self.own, tag) as self.spread:
             await self._quiet()
-            if exchange.model is RunModel.MEAN and last and self._state_mean is not None:
+            if exchange.model in (RunModel.MEAN, RunModel.CENTER) and last and self._state_mean is not None:
                 self._state_mean(group)
             yield
         await self._quiet()

@@ -43,10 +43,12 @@ from zmqtrain.train.gates import Gates
 from zmqtrain.train.layers import Layers
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
 from zmqtrain.train.loss_scale import LossScale
+from zmqtrain.train.optimizer_state import load_optimizer_state, optimizer_state
 from zmqtrain.train.replica_memory import HeldBucket, ReplicaMemory, nothing, views_of
 from zmqtrain.train.rows import rows_of, rows_of_bucket
 from zmqtrain.train.shared import Allocate, allocate_privately
 from zmqtrain.train.task import user_code
+from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
 
@@ -219,6 +221,15 @@ class TorchReplica:
         if not hold:
             self._gates.all_answered()
 
+    async def beside(self) -> tuple[Mapping[str, Payload], Mapping[str, Value]]:
+        tensors = await self._device.run(self._beside)
+        return tensors, {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+
+    async def take_beside(self, tensors: Mapping[str, Payload], values: Mapping[str, Value]) -> None:
+        await self._device.run(partial(self._take_beside, tensors))
+        if self.loss_scale is not None:
+            self.loss_scale.load(values.get("loss_scale"))
+
     def also_abort(self, abort: Callable[[BaseException], None]) -> None:
         """Call ``abort(error)`` whenever the replica is aborted, to end another wait of the compute thread."""
         self._also_abort.append(abort)
@@ -290,6 +301,19 @@ class TorchReplica:
         for index in range(len(self._held)):
             self.memory.fetch(index)
         self.memory.synchronize()
+
+    def _beside(self) -> dict[str, Payload]:
+        self.take_all()
+        buffers = {f"buffer/{name}": buffer for name, buffer in self.model.named_buffers()}
+        tensors = optimizer_state(self.model, self.optimizer) | buffers
+        return {name: TensorPayload.of(tensor.detach().cpu().clone().contiguous()) for name, tensor in tensors.items()}
+
+    def _take_beside(self, received: Mapping[str, Payload]) -> None:
+        tensors = {name: payload.tensor for name, payload in received.items() if isinstance(payload, TensorPayload)}
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(tensors.pop(f"buffer/{name}"))
+        load_optimizer_state(self.model, self.optimizer, tensors)
 
     def missing(self) -> list[str]:
         """The names of the parameters that no backward of this step has reached."""

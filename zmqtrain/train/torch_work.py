@@ -158,6 +158,10 @@ class TorchWork:
             if make_remote is not None:
                 remote = make_remote(device)
             built = await device.run(lambda: _build(context, device, task, fabric, remote))
+            if built.source.stream and context.topology.elastic:
+                await context.membership.need_all(
+                    f"{built.source.name} is a stream, and no other worker can take over a part of it"
+                )
             return cls(context, device, built, members, remote)
         except BaseException:
             if remote is not None:

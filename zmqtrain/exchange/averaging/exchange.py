@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -21,10 +21,18 @@ from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.gradient_sum import GradientSum
+from zmqtrain.exchange.members import FixedMembers, Members
 from zmqtrain.exchange.serverless import Serverless
+from zmqtrain.exchange.state_source import NeighboursState, StateSource
 from zmqtrain.exchange.sums import NetworkSums, Sums
 from zmqtrain.exchange.under_way import UnderWay
+from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Payload, Value
+
+#: How long workers wait for each other if their group has no limit, in seconds.
+_PATIENCE_S = 60.0
+#: The names of what an average that has arrived, but is not applied yet, consists of.
+_IN_FLIGHT = ("own", "came")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,13 @@ class _Flight:
 
     own: Payload
     mean: Payload
-    task: asyncio.Task[None]
+    task: asyncio.Task[None] | None = None
+    """``None``: the mean is there."""
+
+    async def arrived(self) -> None:
+        if self.task is not None:
+            await asyncio.wait({self.task})
+            self.task.result()
 
 
 class AveragingExchange(Serverless):
@@ -59,6 +73,10 @@ class AveragingExchange(Serverless):
 
     Each group keeps its own optimizer state (momentum). Between averagings the groups' models differ; the run's model is their mean
     or, with elastic averaging, its center.
+
+    With ``members`` that survive losses (and groups of one worker), an average counts once all members have it. Until then what
+    they have sent is kept, and if one is lost, the survivors average anew. So an average is over the same members everywhere. A
+    worker that joins late begins as a copy of a neighbour, with averages that are there but not applied yet.
     """
 
     def __init__(
@@ -69,19 +87,25 @@ class AveragingExchange(Serverless):
         *,
         deltas: Literal["float32", "fp16", "int8"] = "float32",
         mix: float = 0.0,
+        members: Members | None = None,
         sums: Sums | None = None,
         recorder: Recorder | None = None,
         overlap: bool = True,
     ) -> None:
         """``sums`` are over the group, by default over the network.
 
-        ``mix``: see `zmqtrain.exchange.averaging.methods`; it has an effect only if ``fragments`` have a delay.
+        ``mix``: see `zmqtrain.exchange.averaging.methods`; it has an effect only if ``fragments`` have a delay. ``members``:
+        those of ``groups.world``, by default a fixed set.
         """
         super().__init__(sums or NetworkSums(groups.group))
+        endpoint, patience_s = groups.world.endpoint, groups.world.timeout_s or _PATIENCE_S
+        self._members = members or FixedMembers(endpoint, groups.world.members, timeout_s=patience_s)
+        self._endpoint, self._patience_s = endpoint, patience_s
+        self._source = StateSource(endpoint, timeout_s=patience_s) if self._members.survives else None
         self._groups, self._fragments, self._method = groups, fragments, method or Average()
         self._mix = mix if fragments.delay else 0.0
         self._arithmetic = Arithmetic("zmqtrain-averaging")
-        self._rounded = None if deltas == "float32" else RoundedMean(groups.column, deltas, self._arithmetic)
+        self._rounded = None if deltas == "float32" else RoundedMean(deltas, self._arithmetic)
         self._recorder: Recorder = recorder or NullRecorder()
         self._sum = GradientSum(self._sums, self._recorder, self._abort, overlap=overlap)
         self._under_way = UnderWay(self._finish, self._abort)
@@ -107,6 +131,7 @@ class AveragingExchange(Serverless):
             method,
             deltas=averaging.deltas,
             mix=averaging.mix,
+            members=context.members,
             sums=context.sums_of_group(groups.group, in_place=context.untouched),
             recorder=worker.recorder,
             overlap=worker.topology.compute.overlap,
@@ -131,8 +156,11 @@ class AveragingExchange(Serverless):
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         self._replica = replica
         replica.optimize(Optimize.APART)
-        if not restored:
-            await spread(self._groups.world, replica)
+        members = self._members
+        if self._source is not None:
+            self._source.serve()
+        if not restored and not members.late:
+            await members.together("averaging/start", 0, lambda world: spread(world, replica))
         # Otherwise each group continues with its own model; its members wrote equal ones to the checkpoint.
         known = set(self._method.state())
         for bucket in replica.buckets:
@@ -141,8 +169,34 @@ class AveragingExchange(Serverless):
         if restored:
             self._require_whole(replica, known)
         self._resume_flights()
+        first = await self._start_late(replica) if members.late else None
         await self._sum.start(replica)
-        return None
+        return first
+
+    async def _start_late(self, replica: Replica) -> int:
+        members = self._members
+        state = NeighboursState.of_column(self._endpoint, members.at(0), timeout_s=self._patience_s)
+        first = await state.join(members)
+        parts = {str(bucket.index): self._part(bucket) for bucket in replica.buckets}
+        came: dict[str, Payload] = {}
+
+        def place(name: str) -> Payload | None:
+            kind, _, index = name.partition("/")
+            if kind in _IN_FLIGHT and index in parts:
+                return came.setdefault(name, parts[index].empty_like())
+            return self._method.state().get(name)
+
+        await state.take(replica, place)
+        self._restored = came
+        self._resume_flights()
+        self._recorder.audit("joined", step=first, source=state.source)
+        await self._give(first)
+        return first
+
+    async def _give(self, step: int) -> None:
+        """Give the state with which ``step`` begins to those who have asked for it, and begin with that step."""
+        if self._source is not None:
+            await self._source.answer(step, self._members, self._replica_started(), self.settle, self._kept)
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -152,8 +206,14 @@ class AveragingExchange(Serverless):
         self._sum.add(bucket)
 
     async def end_step(self) -> None:
-        replica, step, fragments = self._replica_started(), self._step, self._fragments
         await self._sum.wait()
+        await self._average(self._step)
+        await self._members.release(self._step + 1)
+        await self._give(self._step + 1)
+
+    async def _average(self, step: int) -> None:
+        """Update the model, and begin and end the averages that begin and end with this step."""
+        replica, fragments = self._replica_started(), self._fragments
         alone = self._groups.column.size == 1
         ending = [] if alone else [b for b in replica.buckets if b.index in self._flights and fragments.ends(step, b.index)]
         beginning = [] if alone else [b for b in replica.buckets if fragments.begins(step, b.index)]
@@ -163,8 +223,7 @@ class AveragingExchange(Serverless):
             await replica.update()
             return
         await replica.update(hold=True)
-        for bucket in beginning:
-            await self._begin(bucket, step)
+        await self._begin(beginning, step)
         held = {bucket.index for bucket in ending}
         self._under_way.begin(step, len(ending))
         for bucket in reversed(ending):  # the next forward needs them in this order
@@ -179,8 +238,7 @@ class AveragingExchange(Serverless):
         await self._under_way.settle()
         # A pending average is applied at its own step, but it must have arrived, so that a checkpoint can contain it.
         for flight in list(self._flights.values()):
-            await asyncio.wait({flight.task})
-            flight.task.result()
+            await flight.arrived()
 
     def center(self, bucket: Bucket) -> Payload:
         center = self._method.center(bucket.index)
@@ -188,9 +246,11 @@ class AveragingExchange(Serverless):
         return center
 
     async def stop(self) -> None:
+        if self._source is not None:
+            self._source.close()
         await self._sum.stop()
         await self._under_way.cancel()
-        tasks = [flight.task for flight in self._flights.values()]
+        tasks = {flight.task for flight in self._flights.values() if flight.task is not None}
         self._flights.clear()
         for task in tasks:
             task.cancel()
@@ -200,48 +260,86 @@ class AveragingExchange(Serverless):
                 if not task.cancelled():
                     task.exception()  # nothing waits for it any more
         self._arithmetic.close()
+        await self._members.stop()
 
     def state_dict(self) -> dict[str, Value]:
         """The method's state, the rounding errors, and averages that have arrived but are not applied yet (call `settle` first)."""
-        kept: dict[str, Payload] = dict(self._method.state())
+        kept = self._kept()
         if self._rounded is not None:
-            kept |= {f"lost/{name}": payload for name, payload in self._rounded.state().items()}
+            errors = self._rounded.state(self._groups.column)
+            kept |= {f"lost/{name}": payload for name, payload in errors.items()}
+        return {name: [payload.dtype, b"".join(payload.frames())] for name, payload in kept.items()}
+
+    def _kept(self) -> dict[str, Payload]:
+        """The method's state, and averages that have arrived but are not applied yet."""
+        kept: dict[str, Payload] = dict(self._method.state())
         for index, flight in self._flights.items():
             kept |= {f"own/{index}": flight.own, f"came/{index}": flight.mean}
-        return {name: [payload.dtype, b"".join(payload.frames())] for name, payload in kept.items()}
+        return kept
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         restored = {name: kept_payload(f"{name} of the averaging", value) for name, value in state.items()}
         if self._rounded is not None:
-            self._rounded.restore({n.removeprefix("lost/"): p for n, p in restored.items() if n.startswith("lost/")})
+            errors = {n.removeprefix("lost/"): p for n, p in restored.items() if n.startswith("lost/")}
+            self._rounded.restore(self._groups.column, errors)
         self._restored = {name: payload for name, payload in restored.items() if name.startswith(("own/", "came/"))}
         rest = {n: p for n, p in restored.items() if not n.startswith(("lost/", "own/", "came/"))}
         self._method.restore(rest)
 
     # The life of a bucket's average.
 
-    async def _begin(self, bucket: Bucket, step: int) -> None:
-        """Start to average the bucket, in memory apart from that with which training continues."""
-        part = self._part(bucket)
+    async def _begin(self, buckets: Sequence[Bucket], step: int) -> None:
+        """Start to average the buckets, in memory apart from that with which training continues."""
+        for bucket in buckets:
+            part = self._part(bucket)
 
-        def copies() -> tuple[Payload, Payload]:
-            own = self._method.travels(bucket.index, part)
-            return own, copy_of(own)
+            def copies(index: int = bucket.index, part: Payload = part) -> tuple[Payload, Payload]:
+                own = self._method.travels(index, part)
+                return own, copy_of(own)
 
-        own, mean = await self._arithmetic.do(copies, part)
-        travel = self._travel(bucket.index, mean, step)
-        task = asyncio.get_running_loop().create_task(travel, name=f"average of bucket {bucket.index}")
-        task.add_done_callback(self._travelled)
-        self._flights[bucket.index] = _Flight(own, mean, task)
+            own, mean = await self._arithmetic.do(copies, part)
+            self._flights[bucket.index] = _Flight(own, mean)
+        loop = asyncio.get_running_loop()
+        flights = {bucket.index: self._flights[bucket.index] for bucket in buckets}
+        if self._members.survives:  # all buckets of a step count, or none
+            if flights:
+                task = loop.create_task(self._travel_together(flights, step), name=f"averages of step {step}")
+                task.add_done_callback(self._travelled)
+                for flight in flights.values():
+                    flight.task = task
+            return
+        for index, flight in flights.items():
+            travel = self._travel(self._groups.column, index, flight.mean, step)
+            flight.task = task = loop.create_task(travel, name=f"average of bucket {index}")
+            task.add_done_callback(self._travelled)
 
-    async def _travel(self, index: int, mean: Payload, step: int) -> None:
-        column, tag = self._groups.column, ("average", step, index)
+    async def _travel_together(self, flights: Mapping[int, _Flight], step: int) -> None:
+        """Average these buckets over the members of the step that are still there; on return all of them have the same averages."""
+        rounded = self._rounded
+        errors = {} if rounded is None else {index: rounded.kept(index) for index in flights}
+
+        async def attempt(group: Group) -> Group:
+            for index, kept in errors.items():
+                assert rounded is not None
+                rounded.take_back(index, kept)
+            for flight in flights.values():  # an earlier attempt may have failed because another member was lost
+                await self._arithmetic.do(partial(flight.mean.copy_, flight.own), flight.mean)
+            await together(*(self._travel(group, index, flight.mean, step) for index, flight in flights.items()))
+            return group
+
+        group = await self._members.together(f"average/{step}", step + 1, attempt)
+        self._recorder.audit("counted", step=step, members=list(group.members))
+
+    async def _travel(self, column: Group, index: int, mean: Payload, step: int) -> None:
+        tag = ("average", step, index)
         with self._recorder.span(f"average bucket {index}", "send", step=step):
             if self._rounded is not None:
-                await self._rounded.mean(index, mean, tag, priority=index)
+                await self._rounded.mean(column, index, mean, tag, priority=index)
             else:
                 await all_reduce(column, mean, tag, priority=index)
                 await self._arithmetic.do(partial(mean.scale_, 1.0 / column.size), mean)
+            if (factor := self._method.factor(column.size)) != 1.0:
+                await self._arithmetic.do(partial(mean.scale_, factor), mean)
 
     def _travelled(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -253,10 +351,10 @@ class AveragingExchange(Serverless):
     async def _apply(self, bucket: Bucket, step: int, flight: _Flight) -> None:
         group = bucket.sharers(self._groups.group)
         with self._recorder.span(f"wait for the average of bucket {bucket.index}", "wait", step=step):
-            await asyncio.wait({flight.task})
-        flight.task.result()
+            await flight.arrived()
         part, own, mean = self._part(bucket), flight.own, flight.mean
-        await self._arithmetic.do(partial(self._method.apply, bucket.index, part, own, mean, mix=self._mix), part, own, mean)
+        apply = partial(self._method.apply, bucket.index, part, own, mean, mix=self._mix)
+        await self._arithmetic.do(apply, part, own, mean)
         if group.size > 1:
             await all_gather(group, bucket.parameters, ("average", step, bucket.index), priority=bucket.index)
         self._replica_started().parameters_ready(bucket)
@@ -276,14 +374,13 @@ class AveragingExchange(Serverless):
                 raise CheckpointError(f"the checkpoint's averaging state has {name!r:.60}, but not the values that belong to it")
             require_like(f"{name} of the averaging", payload, parts[index])
         if self._rounded is not None:
-            self._rounded.require_like(parts)
+            self._rounded.require_like(self._groups.column, parts)
 
     def _resume_flights(self) -> None:
         """Treat averages that had arrived before the run was resumed as arrived."""
         for name in [name for name in self._restored if name.startswith("own/")]:
             index = int(name.removeprefix("own/"))
-            done = asyncio.get_running_loop().create_task(asyncio.sleep(0), name=f"average of bucket {index}")
-            self._flights[index] = _Flight(self._restored[name], self._restored[f"came/{index}"], done)
+            self._flights[index] = _Flight(self._restored[name], self._restored[f"came/{index}"])
         self._restored.clear()
 
     def _part(self, bucket: Bucket) -> Payload:

@@ -32,7 +32,12 @@ class Method(Protocol):
         ...
 
     def apply(self, index: int, part: Payload, own: Payload, mean: Payload, *, mix: float) -> None:
-        """Update ``part``. ``own``: what `travels` returned here; ``mean``: its mean over all groups. Both may be overwritten."""
+        """Update ``part``. ``own``: what `travels` returned here; ``mean``: its mean over all groups, times `factor`. Both may be
+        overwritten."""
+
+    def factor(self, groups: int) -> float:
+        """What the mean over so many groups is multiplied by before it is applied: 1, or less if not all groups took part in it."""
+        ...
 
     def center(self, index: int) -> Payload | None:
         """The center of the bucket's part, equal in all groups; ``None`` if the method has none."""
@@ -58,6 +63,9 @@ class Average:
     def apply(self, index: int, part: Payload, own: Payload, mean: Payload, *, mix: float) -> None:
         blend(part, mean, mix)
 
+    def factor(self, groups: int) -> float:
+        return 1.0
+
     def center(self, index: int) -> Payload | None:
         return None
 
@@ -72,6 +80,7 @@ class Elastic:
     """A center attracts all models, and is attracted by them."""
 
     def __init__(self, groups: int, alpha: float | None = None) -> None:
+        """``groups``: of the run. ``alpha`` stays the same if fewer take part: then fewer pull at the center."""
         self._groups, self._alpha = groups, 0.9 / groups if alpha is None else alpha
         self._state: dict[str, Payload] = {}
 
@@ -86,6 +95,9 @@ class Elastic:
         part.add_(own)
         mean.scale_(self._alpha * self._groups)
         self._state[f"center/{index}"].add_(mean)
+
+    def factor(self, groups: int) -> float:
+        return groups / self._groups
 
     def center(self, index: int) -> Payload | None:
         return self._state.get(f"center/{index}")
@@ -123,6 +135,9 @@ class Outer:
         change.scale_(-self._lr)
         last.add_(change)
         blend(part, last, mix)
+
+    def factor(self, groups: int) -> float:
+        return 1.0
 
     def center(self, index: int) -> Payload | None:
         return None

@@ -9,29 +9,39 @@ the mean.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.averaging.methods import copy_of, difference
 from zmqtrain.exchange.checkpoint_part import require_like
-from zmqtrain.net.endpoint import Tag
+from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.compress import DenseCompressor
 from zmqtrain.wire.payload import Payload
 
+#: The ranks of the last mean of a payload, if there was one, and its rounding errors by name.
+Kept: TypeAlias = tuple[tuple[PeerId, ...] | None, Mapping[str, Payload]]
+
 
 class RoundedMean:
-    """Means of payloads; a number identifies successive payloads of one kind on all ranks."""
+    """Means of payloads; a number identifies successive payloads of one kind on all ranks.
 
-    def __init__(self, group: Group, codec: Literal["fp16", "int8"], arithmetic: Arithmetic) -> None:
-        self._group, self._codec, self._arithmetic = group, DenseCompressor(codec), arithmetic
+    If the ranks become others, the payloads are divided in another way, and the errors of the previous mean are dropped, on all
+    ranks alike."""
+
+    def __init__(self, codec: Literal["fp16", "int8"], arithmetic: Arithmetic) -> None:
+        self._codec, self._arithmetic = DenseCompressor(codec), arithmetic
         self._lost: dict[str, Payload] = {}
+        self._of: dict[int, tuple[PeerId, ...]] = {}  # the ranks to which the errors of each payload belong
 
-    async def mean(self, index: int, payload: Payload, tag: Tag, *, priority: int = 0) -> None:
-        """``payload`` becomes the mean over all ranks. Raises `PeerLostError` and `PeerTimeoutError`."""
-        group = self._group
+    async def mean(self, group: Group, index: int, payload: Payload, tag: Tag, *, priority: int = 0) -> None:
+        """``payload`` becomes the mean over all ranks. Raises `PeerLostError` and `PeerTimeoutError`: then call `take_back` before
+        another attempt."""
+        if self._of.get(index) != group.members:
+            self._drop(index)
+            self._of[index] = group.members
         if group.size == 1 or not payload.numel:
             return
         do, spans = self._arithmetic.do, bounds(payload.numel, group.size)
@@ -58,22 +68,35 @@ class RoundedMean:
                 payload.part(*span).copy_(inbox[rank])
 
         parts = await do(rounded_parts, payload)
-        await self._swap({rank: parts[rank] for rank in others}, inbox, (*tag, "part"), priority)
+        await self._swap(group, {rank: parts[rank] for rank in others}, inbox, (*tag, "part"), priority)
         message = await do(rounded_mean, payload)
-        await self._swap(dict.fromkeys(others, message), inbox, (*tag, "mean"), priority)
+        await self._swap(group, dict.fromkeys(others, message), inbox, (*tag, "mean"), priority)
         await do(take, payload)
 
-    def state(self) -> Mapping[str, Payload]:
-        """The rounding errors so far, for checkpoints."""
-        return self._lost
+    def state(self, group: Group) -> Mapping[str, Payload]:
+        """The rounding errors of means over ``group`` so far, for checkpoints."""
+        return {name: lost for name, lost in self._lost.items() if self._of.get(_index_in(name)) == group.members}
 
-    def restore(self, state: Mapping[str, Payload]) -> None:
+    def restore(self, group: Group, state: Mapping[str, Payload]) -> None:
         """Continue with what `state` returned."""
         self._lost.update(state)
+        self._of.update({_index_in(name): group.members for name in state})
 
-    def require_like(self, payloads: Mapping[str, Payload]) -> None:
+    def kept(self, index: int) -> Kept:
+        """The rounding errors of one payload, for `take_back`."""
+        errors = {name: lost for name, lost in self._lost.items() if _index_in(name) == index}
+        return self._of.get(index), errors
+
+    def take_back(self, index: int, kept: Kept) -> None:
+        """The means of this payload since ``kept`` do not count."""
+        members, errors = kept
+        self._drop(index)
+        self._lost.update(errors)
+        if members is not None:
+            self._of[index] = members
+
+    def require_like(self, group: Group, payloads: Mapping[str, Payload]) -> None:
         """Raise `CheckpointError` unless the restored errors fit ``payloads``, which are given by their numbers."""
-        group = self._group
         fits: dict[str, Payload] = {}
         for index, payload in payloads.items():
             spans = bounds(payload.numel, group.size)
@@ -83,6 +106,10 @@ class RoundedMean:
             if name not in fits:
                 raise CheckpointError(f"the checkpoint has a rounding error {name!r:.60} that belongs to nothing in this run")
             require_like(name, lost, fits[name])
+
+    def _drop(self, index: int) -> None:
+        self._lost = {name: lost for name, lost in self._lost.items() if _index_in(name) != index}
+        self._of.pop(index, None)
 
     def _rounded(self, name: str, payload: Payload) -> Payload:
         """The message for a payload, to which the previous rounding error is added."""
@@ -94,8 +121,7 @@ class RoundedMean:
         self._lost[name] = difference(whole, self._codec.decode(message))
         return message
 
-    async def _swap(self, outbox: Mapping[int, Payload], inbox: dict[int, Payload], tag: Tag, priority: int) -> None:
-        group = self._group
+    async def _swap(self, group: Group, outbox: Mapping[int, Payload], inbox: dict[int, Payload], tag: Tag, priority: int) -> None:
         endpoint, whole = group.endpoint, group.tag(tag)
 
         async def receive(rank: int) -> None:
@@ -109,3 +135,10 @@ class RoundedMean:
 
         async with in_time(missing, f"its part of {'/'.join(map(str, whole))}", group.timeout_s):
             await together(*sends, *(receive(rank) for rank in outbox))
+
+
+def _index_in(name: str) -> int:
+    """The number of the payload to which an error with this name belongs; -1 for a name that is none."""
+    _, _, rest = name.partition("/")
+    index = rest.partition("/")[0]
+    return int(index) if index.isdecimal() else -1

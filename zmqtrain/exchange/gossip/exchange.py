@@ -30,11 +30,11 @@ from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.gossip.distance import Distance
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
-from zmqtrain.exchange.gossip.state_source import StateSource, Weights
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.shared_copies import Like, like_in
+from zmqtrain.exchange.state_source import NeighboursState, StateSource
 from zmqtrain.exchange.sums import Sums
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import Endpoint, PeerId, Sent, Tag
@@ -155,25 +155,16 @@ class GossipExchange(Serverless):
         return first
 
     async def _start_late(self, replica: Replica) -> int:
-        column = self._column_at(0)
-        neighbour = column[column.index(self._endpoint.peer) - 1]
-        if neighbour == self._endpoint.peer:
-            raise PeerLostError("worker", "no other worker is left", waiting_for="a neighbour's weights")
-        weights = Weights(self._endpoint, neighbour, timeout_s=self._settings.timeout_s)
-        # Before the others know of this worker: later the neighbour might be past this worker's first step when it hears of it.
-        incarnation = self._members.incarnation(self._endpoint.peer, 0)
-        assert incarnation is not None
-        await weights.ask(incarnation)
-        first = await self._members.join()
-        await weights.take(replica)
+        timeout_s = self._settings.timeout_s
+        state = NeighboursState.of_column(self._endpoint, self._column_at(0), timeout_s=timeout_s)
+        first = await state.join(self._members)
+        await state.take(replica)
         await self._give(first)
         return first
 
     async def _give(self, step: int) -> None:
-        """Give the weights, with which ``step`` begins, to those who have asked for them, and begin with that step."""
-        if self._source_of_state.wanted and (due := self._source_of_state.due(step, self._members)):
-            await self._under_way.settle()
-            await self._source_of_state.give(due, self._replica_started())
+        """Give the state with which ``step`` begins to those who have asked for it, and begin with that step."""
+        await self._source_of_state.answer(step, self._members, self._replica_started(), self._under_way.settle)
 
     def begin_step(self, step: int) -> None:
         buckets = self._replica_started().buckets

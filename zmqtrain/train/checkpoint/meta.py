@@ -50,7 +50,8 @@ class RunShape:
         """
         groups = {"allreduce": 1, "averaging": self.groups, "gossip": self.groups}.get(self.kind, 0)
         ranks = range(self.world_size) if workers is None else sorted(workers)
-        there = range(groups) if workers is None else sorted({rank // self.group_size for rank in ranks} & set(range(groups)))
+        apart = workers is not None and self.kind != "allreduce"
+        there = sorted({rank // self.group_size for rank in ranks} & set(range(groups))) if apart else range(groups)
         return (
             MODEL,
             *(f"group-{group}" for group in there),

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
 from zmqtrain.exchange.checkpoint_part import AS_KEPT, MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
-from zmqtrain.exchange.optimizer import require_state
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.checkpoint.folder import MODEL
 from zmqtrain.train.checkpoint.layout import Layout
@@ -25,6 +24,7 @@ from zmqtrain.train.checkpoint.recut import Recut, recut_averages, recut_servers
 from zmqtrain.train.checkpoint.spool import Spool
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import Parts
+from zmqtrain.train.optimizer_state import ANOTHER_MODEL, load_optimizer_state, optimizer_state
 from zmqtrain.train.random_state import random_state, restore_random_state
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.wire.payload import Payload, Value
@@ -32,7 +32,6 @@ from zmqtrain.wire.tensor import TensorPayload
 
 #: What `torch.compile` adds to the names of a module's parameters.
 COMPILED = "_orig_mod."
-_ANOTHER_MODEL = "it belongs to another model; use a checkpoint of this model, or start without it"
 
 
 class Keeps(Protocol):
@@ -72,7 +71,7 @@ class Saver:
             values[MEMBERS] = list(self.members)
         parts = Parts.of(replica.model)
         if self.kind != "model_server":
-            own = _optimizer_state(replica) | (_parameters(replica) if self._apart else {})
+            own = optimizer_state(replica.model, replica.optimizer) | (_parameters(replica) if self._apart else {})
             state = await device.run(lambda: _gathered(parts, own))
             if self._keeps_group:
                 await self._send(step, self._group_part, state, values)
@@ -97,7 +96,7 @@ class Saver:
         others = await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
         if others and not self.merged:
             raise CheckpointError(
-                f"[job] weights: the checkpoint's model has {min(others)}, but this model does not: {_ANOTHER_MODEL}"
+                f"[job] weights: the checkpoint's model has {min(others)}, but this model does not: {ANOTHER_MODEL}"
             )
         replica.memory.publish()
 
@@ -111,7 +110,7 @@ class Saver:
             return None
         neighbour = own.sidecar.get(STANDS_IN)
         if isinstance(neighbour, int):
-            await self._begin_like(neighbour, replica)
+            await self._begin_like(neighbour, replica, exchange)
             return own.step
         parts = Parts.of(replica.model)
         tensors = tensors_of(own)
@@ -120,10 +119,10 @@ class Saver:
         if self.kind == "allreduce" and (self.rank == 0 or parts.divided):  # workers with the same part get it from this one
             others = await self._restore_into(MODEL, _state(replica.model), parts)
             if others:
-                raise CheckpointError(f"the checkpoint's model has {min(others)}, but this model does not: {_ANOTHER_MODEL}")
+                raise CheckpointError(f"the checkpoint's model has {min(others)}, but this model does not: {ANOTHER_MODEL}")
         if self.kind != "model_server":
             into = _parameters(replica) if self._apart else {}
-            _load_optimizer_state(replica, await self._restore_into(self._group_part, into, parts))
+            load_optimizer_state(replica.model, replica.optimizer, await self._restore_into(self._group_part, into, parts))
         replica.memory.publish()
         recut = await self._recut(own, replica)
         with taking_back(own.name):
@@ -190,13 +189,24 @@ class Saver:
         added = {name.removeprefix("gradient/"): tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
         replica.memory.go_on_adding_to(added)
 
-    async def _begin_like(self, neighbour: int, replica: TorchReplica) -> None:
-        """The checkpoint was written after this worker was lost: begin with the run's model and a neighbour's optimizer state."""
-        await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
-        others = await self._restore_into(f"group-{neighbour}", {}, Parts.of(replica.model))
+    async def _begin_like(self, neighbour: int, replica: TorchReplica, exchange: Exchange) -> None:
+        """The checkpoint was written after this worker was lost: begin with a neighbour's state. With gossip the
+        parameters are those of the run's model."""
+        parts = Parts.of(replica.model)
+        await self._restore_into(MODEL, _state(replica.model), parts)
+        into = _parameters(replica) if self.kind == "averaging" else {}
+        others = await self._restore_into(self._group_part_of(neighbour), into, parts)
         state = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
-        _load_optimizer_state(replica, state)
+        load_optimizer_state(replica.model, replica.optimizer, state)
         replica.memory.publish()
+        own = await self._fetch(f"worker-{neighbour}")
+        assert own is not None, "the run resumes a checkpoint"
+        with taking_back(own.name):
+            if replica.loss_scale is not None:
+                replica.loss_scale.load(own.sidecar.get("loss_scale"))
+            kept: Any = own.sidecar["exchange"]
+            # What was lost by rounding is each worker's own.
+            exchange.load_state_dict({name: value for name, value in kept.items() if not name.startswith("lost/")})
 
     @property
     def _apart(self) -> bool:
@@ -205,11 +215,17 @@ class Saver:
 
     @property
     def _group_part(self) -> str:
-        return f"group-{self.group}" if self._apart else "group-0"
+        return self._group_part_of(self.rank)
+
+    def _group_part_of(self, rank: int) -> str:
+        """The part with the optimizer's state of a worker."""
+        return f"group-{rank // self.size[0]}" if self._apart else "group-0"
 
     @property
     def _keeps_group(self) -> bool:
-        return self.rank == 0 if self.kind == "allreduce" else self._apart and self.position == 0
+        if self.kind == "allreduce":  # all have the same state; the first who is there keeps it
+            return self.rank == (min(self.members) if self.members else 0)
+        return self._apart and self.position == 0
 
     async def _send(self, step: int, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         await send_part(self.endpoint, step, name, _Payloads(tensors), values, timeout_s=self.timeout_s)
@@ -231,7 +247,7 @@ class Saver:
             if key in targets and shard is not None and tuple(received.tensor.shape) != shard.shape:
                 raise CheckpointError(  # whose whole may be as large as this worker's part
                     f"the checkpoint's {key} has the shape {list(received.tensor.shape)}, but the model's has {list(shard.shape)}: "
-                    f"{_ANOTHER_MODEL}"
+                    f"{ANOTHER_MODEL}"
                 )
             return TensorPayload.of(parts.cut({key: received.tensor})[key])
 
@@ -322,52 +338,16 @@ def _parameters(replica: TorchReplica) -> dict[str, Tensor]:
     return {f"parameter/{name}": parameter.detach() for name, parameter in replica.model.named_parameters()}
 
 
-def _optimizer_state(replica: TorchReplica) -> dict[str, Tensor]:
-    """Everything that the optimizer keeps, as tensors named ``optimizer/KEY/PARAMETER``; numbers become tensors."""
-    tensors = {}
-    for name, parameter in replica.model.named_parameters():
-        for key, value in replica.optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                tensors[f"optimizer/{key}/{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
-    return tensors
-
-
-def _load_optimizer_state(replica: TorchReplica, tensors: Mapping[str, Tensor]) -> None:
-    parameters = dict(replica.model.named_parameters())
-    groups = {id(parameter): group for group in replica.optimizer.param_groups for parameter in group["params"]}
-    states: dict[str, dict[str, Tensor]] = {}
-    for full, tensor in tensors.items():
-        kind, _, rest = full.partition("/")
-        key, _, name = rest.partition("/")
-        if kind != "optimizer" or name not in parameters or id(parameters[name]) not in groups:
-            raise CheckpointError(
-                f"the checkpoint's optimizer has state for {full!r:.100}, which this model does not have: {_ANOTHER_MODEL}"
-            )
-        states.setdefault(name, {})[key] = tensor
-    for name, state in states.items():
-        parameter = parameters[name]
-        require_state(replica.optimizer, name, parameter, state)
-        group = groups[id(parameter)]
-        for key, tensor in state.items():
-            if key == "step" and not (group.get("capturable") or group.get("fused")):
-                pass  # step counters stay on the CPU
-            elif tensor.shape == parameter.shape and tensor.dtype == parameter.dtype:
-                tensor = torch.empty_like(parameter).copy_(tensor)
-            else:
-                tensor = tensor.to(parameter.device)
-            replica.optimizer.state[parameter][key] = tensor
-
-
 def _fill(part: str, targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Copy each of ``tensors`` into the target of the same name. Raises `CheckpointError` if they do not fit."""
     for name, target in targets.items():
         source = tensors.get(name)
         if source is None:
-            raise CheckpointError(f"the checkpoint's part {part} has no {name}: {_ANOTHER_MODEL}")
+            raise CheckpointError(f"the checkpoint's part {part} has no {name}: {ANOTHER_MODEL}")
         if source.dtype != target.dtype or source.shape != target.shape:
             raise CheckpointError(
                 f"the checkpoint's {name} is {source.dtype} {list(source.shape)}, but the model's is {target.dtype} "
-                f"{list(target.shape)}: {_ANOTHER_MODEL}"
+                f"{list(target.shape)}: {ANOTHER_MODEL}"
             )
         if source.data_ptr() != target.data_ptr():
             with torch.no_grad():

@@ -92,7 +92,7 @@ class SmallMemory:
     (The optimizer has no momentum, not even 0, so that nothing adapts its learning rate to asynchrony:
     `zmqtrain.exchange.look_ahead.has_rule`.)
 
-    With gossip only the mean over all groups is a whole number, and it is exact only to the precision of float64.
+    With gossip and averaging only the mean over all groups is a whole number, and it is exact only to float64.
     """
 
     optimizer = OptimizerSpec("torch.optim:SGD", ({"lr": 1.0},))
@@ -142,7 +142,7 @@ def make_memory(kind: PayloadKind, profile: Profile, topology: Topology, rank: i
         return NoMemory.phantom(profile.optimizer)
     if kind == "real":
         return NoMemory.real(profile.optimizer, arena)
-    return SmallMemory(profile, rank, gradient_factor(topology), whole=topology.exchange.kind != "gossip")
+    return SmallMemory(profile, rank, gradient_factor(topology), whole=topology.exchange.kind not in ("gossip", "averaging"))
 
 
 def small_numel(numel: int) -> int:

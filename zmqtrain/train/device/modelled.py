@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zmqtrain.events import Recorder
@@ -14,7 +14,7 @@ from zmqtrain.train.device.profile import Layer, Profile
 from zmqtrain.train.slot import Slot
 from zmqtrain.train.work import StepResult
 from zmqtrain.waiting import in_time
-from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.payload import Payload, Value
 
 #: Successive layers without a bucket between them are one sleep of at most this many seconds. A slowdown that begins during a
 #: sleep takes effect after it.
@@ -140,6 +140,13 @@ class ModelledReplica:
                 self._sharing.taken(bucket.index)
             if not hold:
                 self.parameters_ready(bucket)
+
+    async def beside(self) -> tuple[Mapping[str, Payload], Mapping[str, Value]]:
+        await self.take_all()
+        return {}, {}
+
+    async def take_beside(self, tensors: Mapping[str, Payload], values: Mapping[str, Value]) -> None:
+        return None
 
     async def step(self, step: int, samples: int, *, hand_over: bool = True) -> StepResult:
         """Forward and backward, taking as long as the profile says, and the waits between them. Without ``hand_over`` the gradients
