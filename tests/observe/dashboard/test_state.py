@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from zmqtrain.observe.dashboard.state import MOST_FEED, RunState
+from zmqtrain.observe.sums import FIRST, SUMS, EventSums
 
 
 def event(kind: str, rank: int | None, step: int | None, time: float, role: str = "worker", **values: Any) -> dict[str, Any]:
@@ -37,18 +38,18 @@ def test_curves_of_losses_groups_and_parts_of_steps() -> None:
 
 
 def test_lines_that_stand_for_many_steps() -> None:
-    of = {"count": 10, "min": 0.0, "max": 9.0}
-    values = {
-        "of": "step", "count": 10, "first_step": 10, "last": {"loss": 0.5},
-        "fields": {"loss": {**of, "sum": 7.0}, "samples": {**of, "sum": 40.0}},
-        "parts": {"compute": {**of, "sum": 1.0}, "exposed": {**of, "sum": 2.0}, "other": {**of, "sum": 0.0}},
-        "staleness": {"1": 10},
-    }  # fmt: skip
-    state = state_of(event("sums", 0, 19, 100.0, **values))
-    assert (state["loss"]["step"], state["loss"]["value"]) == ([14.5], [0.7])
-    assert state["split"]["exposed"]["value"] == [0.2]
+    sums = EventSums(0)
+    for number in range(FIRST + 10):
+        values = {"loss": float(number), "seconds": 0.5, "compute_s": 0.1, "exposed_s": 0.2, "samples": 4, "staleness": 1.0}
+        sums.add(event("step", 0, number, 100.0 + number / 1000, **values))
+    lines = [line for line in sums.rest() if line["kind"] == SUMS]
+    assert [line["values"]["count"] for line in lines] == [10], "the first have lines of their own"
+    state = state_of(*lines)
+    assert (state["loss"]["step"], state["loss"]["value"]) == ([FIRST + 4.5], [FIRST + 4.5])
+    assert {name: curve["value"] for name, curve in state["split"].items()} == {"compute": [0.1], "exposed": [0.2], "other": [0.2]}
     (worker,) = state["workers"]
-    assert (worker["step"], worker["loss"], worker["means"]["compute"], worker["means"]["samples"]) == (19, 0.5, 0.1, 4.0)
+    assert (worker["step"], worker["loss"]) == (FIRST + 9, FIRST + 9.0)
+    assert (worker["means"]["compute"], worker["means"]["samples"]) == (0.1, 4.0)
     assert state["staleness"] == {"counts": [[1, 10]], "by": "workers"}
 
 

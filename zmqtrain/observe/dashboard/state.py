@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from zmqtrain.observe.dashboard.curve import Curve
 from zmqtrain.observe.peer_order import peer_order
 from zmqtrain.observe.summary import metrics_of
+from zmqtrain.observe.sums import FieldSums, fields_of, parts_in, parts_of
 
 Json: TypeAlias = dict[str, Any]
 
@@ -110,9 +111,7 @@ class RunState:
 
     def _add_step(self, peer: str, rank: int, event: Mapping[str, Any], at: float, values: Mapping[str, Any]) -> None:
         step, worker = int(event["step"]), self._worker(peer, rank, event)
-        seconds, exposed = _number(values.get("seconds")) or 0.0, _number(values.get("exposed_s")) or 0.0
-        compute = min(_number(values.get("compute_s")) or max(0.0, seconds - exposed), seconds)
-        parts = {"compute": compute, "exposed": exposed, "other": max(0.0, seconds - compute - exposed)}
+        parts = dict(zip(self._split, parts_of(values), strict=True))
         for name, value in parts.items():
             self._split[name].add(step, at, value)
         self._learn(worker, rank, step, at, values)
@@ -123,27 +122,27 @@ class RunState:
 
     def _add_sums(self, peer: str, rank: int, event: Mapping[str, Any], at: float, values: Mapping[str, Any]) -> None:
         """A line that stands for many events."""
-        last, fields = values.get("last") or {}, values.get("fields") or {}
+        last, fields = values.get("last") or {}, fields_of(values)
         step, count = int(event["step"]), max(1, int(values.get("count") or 1))
         middle = (float(values.get("first_step") or step) + step) / 2
         if values.get("of") == "eval":
             for name in metrics_of(last).keys() & fields.keys():
-                self._eval[name.removeprefix("eval_")].add(middle, at, *_mean(fields[name]))
+                self._eval[name.removeprefix("eval_")].add(middle, at, _mean(fields[name]), fields[name].count)
         if values.get("of") != "step":
             return
         worker = self._worker(peer, rank, event)
-        parts = {name: _mean(each)[0] for name, each in (values.get("parts") or {}).items() if name in self._split}
+        parts = {name: _mean(each) for name, each in parts_in(values, fields).items() if name in self._split}
         for name, value in parts.items():
             self._split[name].add(middle, at, value, count)
-        if (fields.get("loss") or {}).get("count"):
-            mean, of = _mean(fields["loss"])
-            self._loss.add(middle, at, mean, of)
-            if rank // self._group_size < MOST_GROUPS:
-                self._groups[rank // self._group_size].add(middle, at, mean, of)
-        if (fields.get("lr") or {}).get("count"):
-            self._lr.add(middle, at, *_mean(fields["lr"]))
+        curves = {"loss": [self._loss], "lr": [self._lr]}
+        if rank // self._group_size < MOST_GROUPS:
+            curves["loss"].append(self._groups[rank // self._group_size])
+        for name, each in curves.items():
+            if name in fields and fields[name].count:
+                for curve in each:
+                    curve.add(middle, at, _mean(fields[name]), fields[name].count)
         self._seen.update({int(stale): int(times) for stale, times in (values.get("staleness") or {}).items()})
-        samples, data_s = (_mean(fields[name])[0] if name in fields else 0.0 for name in ("samples", "data_s"))
+        samples, data_s = (_mean(fields[name]) if name in fields else 0.0 for name in ("samples", "data_s"))
         worker.loss = _number(last.get("loss"))
         worker.add(step, at, parts, samples=samples, data_s=data_s, count=count)
 
@@ -243,9 +242,8 @@ def _number(value: Any) -> float | None:
     return float(value)
 
 
-def _mean(sums: Mapping[str, Any]) -> tuple[float, int]:
-    count = int(sums.get("count") or 0)
-    return (float(sums["sum"]) / count if count else 0.0), max(1, count)
+def _mean(sums: FieldSums) -> float:
+    return sums.total / sums.count if sums.count else 0.0
 
 
 def _told(value: Any) -> str:
