@@ -7,9 +7,9 @@ The life of a run::
        └────────── a failure ───────────┴───────▶ failed ◀─────────────┘                     │
                                                      └──all exited, or the grace time over───┘
 
-A role is judged by its agent's messages (heartbeats that name the living roles, reports of exits) and never by its own silence: a
-process whose GIL is held for a minute is healthy. An agent is judged by its silence. Roles without an agent (embedded in another
-program) are judged by the endpoint, which notices a link that stays broken.
+A role is judged by its agent's messages (heartbeats that name the living roles, reports of exits), and by its link, which threads
+without a GIL keep alive: a process whose GIL is held for a minute is healthy, and one whose link stays broken although it has not
+ended stands still. An agent is judged by its silence. Roles without an agent (embedded in another program) are judged by the link.
 """
 
 from __future__ import annotations
@@ -312,8 +312,8 @@ class Roster:
         return [*actions, *self._tell_all("halt", {"kind": "halt", "peer": peer, **reason}, told)]
 
     def handle_lost(self, peer: PeerId, reason: str, now: float) -> list[Action]:
-        """The endpoint has lost its link to a peer. This does not matter for a role with an agent, unless the others can continue
-        without it: then a process that hangs is not waited for."""
+        """The endpoint has lost its link to a peer. For a role with an agent, the report of its end is usually on the way; if none
+        comes, the process stands still, and is lost all the same. If the others can continue without it, it is not waited for."""
         entry = self._members.get(peer)
         if entry is None or not entry.here or self.state is State.ENDED:
             return []
@@ -325,7 +325,9 @@ class Roster:
             return self._lose(entry, why, HostLostError(f"lost the host {entry.member.host}: {why}"), now)
         vouched_for = entry.member.host in self._members.agents
         if vouched_for and not (self._elastic and self.state is State.RUNNING and entry.member.kind == "worker"):
-            return []  # the run cannot continue without it, and its agent reports whether its process has ended
+            if entry.member.is_role and self.state is State.RUNNING and entry.cut is None:
+                entry.cut = (now, reason)  # `tick` comes back to it: agents make it come often
+            return []
         if self.state is State.JOINING:  # it may come back as another process; if not, the join time-out names it
             entry.presence, self._version = Presence.EXPECTED, self._version + 1
             return self._discard_join(peer, reason)
@@ -352,7 +354,7 @@ class Roster:
             deadlines.append(self._end_deadline)
         if self._heard:
             # Also once per heartbeat, so that `tick` notices when this very process was suspended.
-            deadlines += [min(self._heard.values()) + self._timeouts.lost_s, self._last_tick + self._timeouts.heartbeat_s]
+            deadlines += [min(self._heard.values()) + self._timeouts.silent_s, self._last_tick + self._timeouts.heartbeat_s]
         return min(deadlines, default=None)
 
     def tick(self, now: float) -> list[Action]:
@@ -360,9 +362,10 @@ class Roster:
         self._look_at_the_clock(now)
         actions: list[Action] = []
         for host, heard in list(self._heard.items()):
-            if now >= heard + self._timeouts.lost_s and self.state is not State.ENDED:
-                reason = f"its agent has been silent for {self._timeouts.lost_s:g} s"
+            if now >= heard + self._timeouts.silent_s and self.state is not State.ENDED:
+                reason = f"its agent has been silent for {self._timeouts.silent_s:g} s"
                 actions += self._lose(self._members.agents[host], reason, HostLostError(f"lost the host {host}: {reason}"), now)
+        actions += self._lose_still(now)
         actions += self._barriers.tick(now)
         if self.state is State.JOINING and now >= self._join_deadline:
             actions += self._join_timed_out(now)
@@ -370,12 +373,25 @@ class Roster:
             actions += self._time_is_up(now)
         return actions
 
+    def _lose_still(self, now: float) -> list[Action]:
+        """Roles whose links were lost, and whose processes have not ended since: they answer nothing any more."""
+        actions: list[Action] = []
+        for entry in self._members:
+            if self.state is State.RUNNING and entry.here and entry.cut and now >= entry.cut[0] + self._timeouts.flush_s:
+                reason = (
+                    f"it stands still: its process has not ended, but answers nothing (stopped, or swapped out?): {entry.cut[1]}"
+                )
+                error = HostLostError(f"{entry.member.peer} on {entry.member.host}: {reason}")
+                actions += self._lose(entry, reason, error, now)
+        return actions
+
     def _look_at_the_clock(self, now: float) -> None:
         """Notice that this process was suspended (a sleeping machine, a stopped process): the agents' messages wait unread."""
         stood_still = now - self._last_tick - self._timeouts.heartbeat_s
         self._last_tick = now
-        if self._heard and stood_still > self._timeouts.lost_s / 2:
+        if self._heard and stood_still > self._timeouts.silent_s / 2:
             self._heard = dict.fromkeys(self._heard, now)
+        if self._heard and stood_still > self._timeouts.lost_s / 2:
             self._stood_still = (now, stood_still)
 
     def _why_an_agent_is_gone(self, host: str, reason: str, now: float) -> str:
