@@ -47,7 +47,7 @@ from zmqtrain.topology.placement import place
 BANDWIDTH = 1e9
 LATENCY_S = 200e-6
 #: Slow motion, so that this machine has time for all hosts.
-DILATION = 20.0
+DILATION = 60.0
 #: The first step of a trial waits for connections, and is left out.
 STEPS = 3
 WARM = 1

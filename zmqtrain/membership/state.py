@@ -63,6 +63,11 @@ class Entry:
         return self.presence is Presence.HERE
 
     @property
+    def is_observer(self) -> bool:
+        """Whether it only looks on."""
+        return self.member.kind == "observer"
+
+    @property
     def gone(self) -> bool:
         """Whether it will never join (again)."""
         return self.presence in (Presence.LEFT, Presence.LOST)

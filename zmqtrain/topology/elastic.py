@@ -9,8 +9,8 @@ from zmqtrain.topology.broken_rule import Path
 if TYPE_CHECKING:
     from zmqtrain.topology.schema import Topology
 
-#: The exchanges that form their groups anew.
-_KINDS = ("gossip", "averaging")
+#: The exchanges that form their groups anew, or whose servers do.
+_KINDS = ("gossip", "averaging", "model_server")
 
 
 def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
@@ -27,4 +27,22 @@ def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
             "a group cannot finish its batch without one of its workers; an elastic run needs groups of one worker",
             (("compute", "group_size"),),
         )
-    return None
+    return _why_not_with_servers(topology) if exchange.kind == "model_server" else None
+
+
+def _why_not_with_servers(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
+    exchange, compute = topology.exchange, topology.compute
+    sync = exchange.policy == "sync"
+    obstacles: list[tuple[bool, str, Path]] = [
+        (exchange.merged_fc, "merged_fc: the FC server waits for the activations of all groups", ("exchange", "merged_fc")),
+        (exchange.snapshot, "snapshot: its servers apply the steps of fixed groups in one order", ("exchange", "snapshot")),
+        (topology.data.shuffle == "ring", 'shuffle = "ring": samples would be lost with the worker', ("data", "shuffle")),
+        (compute.parts != "even", "parts: they divide the samples among fixed workers", ("compute", "parts")),
+        (sync and bool(topology.optimizer.clip_norm), "clip_norm in synchronous training", ("optimizer", "clip_norm")),
+        (sync and compute.precision == "float16", "float16 in synchronous training", ("compute", "precision")),
+    ]
+    found = next(((what, path) for there, what, path in obstacles if there), None)
+    if found is None:
+        return None
+    what, path = found
+    return f"with model servers, an elastic run cannot have {what}", (path,)

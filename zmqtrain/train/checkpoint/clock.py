@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from zmqtrain.errors import ConnectivityError
 from zmqtrain.membership.common_stop import stop_together
+from zmqtrain.membership.journal import Journal
 from zmqtrain.net.endpoint import Endpoint, PeerId
 
 if TYPE_CHECKING:
@@ -19,17 +20,26 @@ if TYPE_CHECKING:
 class CheckpointClock:
     """The coordinator's side. `run` it as a task; it asks the workers only after `begin`."""
 
-    def __init__(self, endpoint: Endpoint, workers: Sequence[PeerId], every_s: float | None, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        workers: Sequence[PeerId],
+        every_s: float | None,
+        *,
+        timeout_s: float,
+        journal: Journal | None = None,
+    ) -> None:
         """``every_s``: the interval; ``None``: only on request (`ask`)."""
+        self._journal = journal
         self._endpoint, self._workers, self._every_s, self._timeout_s = endpoint, workers, every_s, timeout_s
         self._begun, self._asked = asyncio.Event(), asyncio.Event()
 
     @classmethod
-    def of(cls, endpoint: Endpoint, topology: Topology, placement: Placement) -> CheckpointClock:
-        """The clock of a run."""
+    def of(cls, endpoint: Endpoint, topology: Topology, placement: Placement, journal: Journal | None = None) -> CheckpointClock:
+        """The clock of a run. ``journal`` keeps what was decided."""
         every_s = topology.job.checkpoint_s
         workers = tuple(worker.peer for worker in placement.workers)
-        return cls(endpoint, workers, every_s, timeout_s=topology.job.timeouts.barrier_s)
+        return cls(endpoint, workers, every_s, timeout_s=topology.job.timeouts.barrier_s, journal=journal)
 
     def begin(self) -> None:
         """A worker that keeps checkpoints has started (scripts and modelled devices keep none)."""
@@ -48,7 +58,9 @@ class CheckpointClock:
                     await self._asked.wait()
             self._asked.clear()
             try:
-                step = await stop_together(self._endpoint, self._workers, timeout_s=self._timeout_s, why="keep")
+                step = await stop_together(
+                    self._endpoint, self._workers, timeout_s=self._timeout_s, why="keep", journal=self._journal
+                )
             except ConnectivityError:
                 continue  # some workers are gone or busy; whether that ends the run is decided elsewhere
             if step is None:
