@@ -25,10 +25,10 @@ NEW = 0.1
 #: A worker is a straggler if its own part of a step takes this many times as long as the others' median, and this much longer.
 SLOWER, SLOWER_S = 1.5, 0.001
 #: Events that are drawn as curves, and would only fill the feed.
-_CURVES = ("schema", "step", "sums", "span", "spread", "samples", "momentum", "eval")
+_CURVES = ("schema", "links", "step", "sums", "span", "spread", "samples", "momentum", "eval")
 #: What becomes of a member, by the kind of event that says so.
 _STATES = {"join": "there", "leave": "left", "lost": "lost", "failed": "failed", "exit": "ended"}
-_ALARMS = ("lost", "failed", "halt", "warning", "checkpoint failed", "checkpoint late", "refused", "model failed")
+_ALARMS = ("lost", "slow", "failed", "halt", "warning", "checkpoint failed", "checkpoint late", "refused", "model failed")
 
 
 class RunState:
