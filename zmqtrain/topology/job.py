@@ -115,7 +115,8 @@ class Job(Section):
     elastic: bool | None = Field(
         default=None,
         description="Carry on without workers that are lost (killed, or gone with their host), and let others take their place. "
-        "Default: true for gossip and averaging among groups of one worker, unless their data is a stream.",
+        "Default: true for gossip and averaging among groups of one worker, unless their data is a stream. With all-reduce among "
+        "groups of one worker it is possible, too; workers of one host then exchange gradients in messages, not in memory.",
     )
     restarts: int = Field(
         default=0, ge=0, le=1000, description="How many times each worker of an elastic run is restarted after it was lost."
