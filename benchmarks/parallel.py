@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from benchmarks import models
 from benchmarks.case import Case, case_of
 from benchmarks.processes import Place, run_processes
 from zmqtrain.collectives.choose import ALPHA_S
@@ -78,8 +79,6 @@ def vgg_block() -> nn.Module:
 
 def alexnet() -> nn.Module:
     """AlexNet with linear layers of 1,024: 14 million parameters."""
-    from benchmarks import models
-
     model = models.alexnet()
     inputs = 256 * 6 * 6
     for index, layer in enumerate(model):
@@ -95,11 +94,19 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
 
 
+def transformer() -> nn.Module:
+    """Two layers of width 256."""
+    layers = [nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True) for _ in range(2)]
+    return nn.Sequential(*layers, nn.Linear(256, 1000))
+
+
 #: Name -> the model, and the shape of a sample.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "VGG block": (vgg_block, (128, 56, 56)),
     "AlexNet": (alexnet, (3, 224, 224)),
     "perceptron": (perceptron, (2048,)),
+    "ResNet-18": (models.resnet18, (3, 64, 64)),
+    "transformer": (transformer, (64, 256)),
 }
 #: Operations a second of the modelled device.
 FLOPS = 0.5e12
@@ -130,8 +137,15 @@ def bench_parallel(*, dilation: float = DILATION, shaping: ShapingKind = "paced"
     def measured(work: Sequence[Work]) -> list[list[Tried]]:
         return asyncio.run(_measured([replace(each, trial=replace(each.trial, steps=steps)) for each in work], dilation, shaping))
 
-    for part in (_Halos(2, dilation), _Halos(4, dilation), _Communication(dilation), _Step(dilation)):
-        yield from part.cases(measured(part.work))
+    parts: list[_Halos | _Communication | _Step | _Plans] = [
+        _Halos(2, dilation),
+        _Halos(4, dilation),
+        _Communication(dilation),
+        _Step(dilation),
+    ]
+    parts += [_Plans(model, hosts, dilation) for model in ("ResNet-18", "transformer") for hosts in (2, 4)]
+    for part in parts:
+        yield from part.cases([each for work in part.work for each in measured([work])])
 
 
 class _Halos:
@@ -199,6 +213,46 @@ class _Step:
         yield _beside(
             "so many times as fast as planned", batch_s / planned_s, "times", "predicted", batch.step_s / predicted.step_s
         )
+
+
+class _Plans:
+    """Steps of a model by its plan and by simple ones, with 8 samples for each host."""
+
+    def __init__(self, model: str, hosts: int, dilation: float) -> None:
+        self._what, self._problem = (
+            f"{model} on {hosts} hosts",
+            _problem(model, 8 * hosts, hosts, dilation, flops=FLOPS, overlap=1.0),
+        )
+        self._plans = plans(self._problem)
+        self.work = [Work(model, Trial(how.layers[0].grid, how, 8 * hosts, FLOPS)) for how in self._plans.values()]
+
+    def cases(self, found: Sequence[Sequence[Tried]]) -> Iterator[Case]:
+        for (name, how), tried in zip(self._plans.items(), found, strict=True):
+            predicted_s = _price(self._problem, how).step_s
+            yield _beside(f"step of {self._what}, {name}", _step_s(tried) * 1e3, "ms", "predicted", predicted_s * 1e3)
+
+
+def plans(problem: Problem) -> dict[str, Plan]:
+    """The planner's, and simple ones as far as they can be carried out."""
+    column, square = Grid(problem.processes, 1), Grid(2, problem.processes // 2)
+    rules: dict[str, tuple[Choice, Choice, Grid]] = {
+        "pure batch": ("batch", "batch", Grid(1, problem.processes)),
+        "pure model": ("model", "model", column),
+        "batch, then model": ("batch", "model", column),
+        "domain, then model": ("domain", "model", column),
+        "two rows": ("model", "model", square),
+    }
+    found = {"planned": plan(problem).plan}
+    for name, (images, others, grid) in rules.items():
+        ways = [images if stage.head.image else others for stage in problem.layers]
+        made = Plan(tuple(LayerPlan(stage.name, way, grid) for stage, way in zip(problem.layers, ways, strict=True)))
+        try:
+            placed_of(problem, made)
+        except ZmqTrainError:
+            continue
+        if made not in found.values():
+            found[name] = made
+    return found
 
 
 def _problem(model: str, batch: int, hosts: int, dilation: float, *, flops: float = 0.0, overlap: float = 0.0) -> Problem:

@@ -15,16 +15,14 @@ from torch import Tensor, nn
 
 from benchmarks import models
 from benchmarks.case import Case, case_of
-from zmqtrain.errors import ZmqTrainError
-from zmqtrain.parallel.grid import Grid
-from zmqtrain.parallel.plan import Choice, LayerPlan, Plan
+from benchmarks.parallel import plans
+from zmqtrain.parallel.plan import Plan
 from zmqtrain.parallel.rehearsal import rehearse
 from zmqtrain.parallel.trial import Trial
 from zmqtrain.plan.counted import counted, predicted
 from zmqtrain.plan.layers import stages
 from zmqtrain.plan.link import Link
 from zmqtrain.plan.ours import Ours
-from zmqtrain.plan.planner import plan
 from zmqtrain.plan.price import price
 from zmqtrain.plan.problem import Problem, placed_of
 from zmqtrain.plan.trace import trace_layers
@@ -97,29 +95,6 @@ def compare(make: Callable[[], nn.Module], shape: tuple[int, ...], hosts: int) -
     batch, link = SAMPLES * hosts, Link(LATENCY_S, 8 / BANDWIDTH)
     problem = Problem(layers, batch, hosts, link, Ours(), overlap=1.0, flops_per_s=FLOPS)
     return [_compared(name, how, problem, model, inputs) for name, how in plans(problem).items()]
-
-
-def plans(problem: Problem) -> dict[str, Plan]:
-    """The planner's, and simple ones as far as they can be carried out."""
-    column, square = Grid(problem.processes, 1), Grid(2, problem.processes // 2)
-    rules: dict[str, tuple[Choice, Choice, Grid]] = {
-        "pure batch": ("batch", "batch", Grid(1, problem.processes)),
-        "pure model": ("model", "model", column),
-        "batch, then model": ("batch", "model", column),
-        "domain, then model": ("domain", "model", column),
-        "two rows": ("model", "model", square),
-    }
-    found = {"planned": plan(problem).plan}
-    for name, (images, others, grid) in rules.items():
-        ways = [images if stage.head.image else others for stage in problem.layers]
-        made = Plan(tuple(LayerPlan(stage.name, way, grid) for stage, way in zip(problem.layers, ways, strict=True)))
-        try:
-            placed_of(problem, made)
-        except ZmqTrainError:
-            continue
-        if made not in found.values():
-            found[name] = made
-    return found
 
 
 def _compared(name: str, how: Plan, problem: Problem, model: nn.Module, inputs: Sequence[Tensor]) -> Compared:

@@ -2,12 +2,18 @@
 
     python docs/make_new_tasks.py FOLDER --draw 1        # ten tasks; again: go on after an interruption
     python docs/make_new_tasks.py FOLDER --draw 1 --table
+    python docs/make_new_tasks.py FOLDER --draw 1 --orders 3 --updates 150 2000
 
 A draw is a seed: model, its width, noise, scale of the inputs, batch, workers, their speed and their network follow from it, and
 the target, which is what the best of six settings comes to in one process after a drawn number of updates, and 5 % more. The
 search gets the default `[tune]` and that target. The best of the grid is the soonest of all groups, momenta and learning rates that
-it may choose from, each from the beginning with a setting that stays. Both are made of plain PyTorch loops (`plain_runs.py`), in
-the time that the planner predicts; with `--simulate` the search is made of simulated runs.
+it may choose from, each from the beginning with a setting that stays. Both are made of plain PyTorch loops (`plain_runs.py`,
+`plain_grid.py`), in the time that the planner predicts; with `--simulate` the search is made of simulated runs.
+
+One order of the data favours one of so many settings by chance. With ``--orders N`` the search is made with N orders, and the best
+of the grid is the setting with the lowest median of its times with them: the last column is the ratio of the two medians, and the
+one before it that of the first order alone, with the best of the grid of that order. ``--updates`` says from which numbers of
+updates the target is drawn; what else a seed draws is the same.
 """
 
 from __future__ import annotations
@@ -19,12 +25,14 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from plain_runs import PlainRuns
+from plain_grid import Reached, SideBySide
+from plain_runs import ORDERS_APART, PlainRuns
 from torch.utils.data import DataLoader
 
 from zmqtrain.cli.tune import How, run_tune
@@ -34,7 +42,7 @@ from zmqtrain.experiment.tuning import Tuning, searched
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.topology.load import load_topology
 from zmqtrain.train.task import load_task
-from zmqtrain.tune.trial import Outcome, Setting, Smoothed, Trial
+from zmqtrain.tune.trial import Setting, Smoothed
 
 HERE = Path(__file__).resolve().parent
 COUNT = 10
@@ -43,9 +51,8 @@ KINDS = ("cnn", "mlp", "lstm", "transformer", "linear", "factors", "autoencoder"
 RATES, MOMENTA = (1e-4, 1e-3, 1e-2, 1e-1), (0.0, 0.3, 0.6, 0.9)
 #: Learning rates and momenta of which the target is.
 IN_ONE_PROCESS = ((0.1, 0.9), (0.1, 0.6), (0.1, 0.0), (0.01, 0.9), (0.01, 0.6), (0.001, 0.9))
-#: Of the best of the grid's time: after which part a setting is given up that has come less than half as far.
-EARLY, HALF = 0.3, 0.5
-
+#: After how many updates in one process the target is reached, at least and at most.
+UPDATES = (150.0, 400.0)
 FILE = """
 [job]
 name = "{name}"
@@ -95,8 +102,8 @@ class Drawn:
     """After which the target is reached."""
 
 
-def draw(seed: int) -> list[Drawn]:
-    """Ten of them. Every kind once before any comes twice."""
+def draw(seed: int, updates: tuple[float, float] = UPDATES) -> list[Drawn]:
+    """Ten of them. Every kind once before any comes twice. ``updates``: the range of those after which targets are reached."""
     random_ = random.Random(seed)
     kinds = random_.sample(KINDS, len(KINDS)) + random_.sample(KINDS, len(KINDS))
 
@@ -116,7 +123,7 @@ def draw(seed: int) -> list[Drawn]:
             batch_s=between(0.01, 0.2),
             bandwidth=round(between(20, 1000)),
             latency=round(between(50, 2000)),
-            updates=round(between(150, 400)),
+            updates=round(between(*updates)),
         )
         for number, kind in enumerate(kinds[:COUNT])
     ]
@@ -164,65 +171,22 @@ def file_of(drawn: Drawn, folder: Path) -> Path:
 
 
 def grid_of(workers: int) -> Iterator[Setting]:
-    """All settings, the likeliest first, so that the others can be given up sooner."""
-    groups = [each for each in range(1, workers + 1) if workers % each == 0]
-    settings = []
-    for each in groups:
-        momenta = {*MOMENTA, round(compensated(max(MOMENTA), implicit_momentum(each - 1)), 3)}
-        settings += [Setting(each, momentum, rate) for momentum, rate in itertools.product(sorted(momenta), RATES)]
-
-    def unlikely(setting: Setting) -> float:
-        pace = setting.lr * setting.groups / (1 - setting.momentum)
-        return abs(math.log(pace / 0.2)) + 0.1 * setting.groups
-
-    yield from sorted(settings, key=unlikely)
+    """All settings."""
+    for groups in [each for each in range(1, workers + 1) if workers % each == 0]:
+        momenta = {*MOMENTA, round(compensated(max(MOMENTA), implicit_momentum(groups - 1)), 3)}
+        yield from (Setting(groups, momentum, rate) for momentum, rate in itertools.product(sorted(momenta), RATES))
 
 
-class Grid:
-    """The soonest of all settings."""
-
-    def __init__(self, runs: PlainRuns, update_s: Mapping[int, float], most: int) -> None:
-        """``most``: updates, as long as no setting has reached the target."""
-        self._runs, self._update_s, self._most = runs, update_s, most
-
-    def best(self) -> dict[str, Any]:
-        """The setting and its seconds, and those of all others that were not given up."""
-        found: dict[Setting, Outcome] = {}
-        slow: set[Setting] = set()
-        best_s, far = math.inf, 0.0  # how far the furthest had come after a part of the time
-        for setting in grid_of(max(self._update_s)):
-            if replace(setting, lr=float(f"{10 * setting.lr:g}")) in slow:
-                slow.add(setting)
-                continue
-            if math.isfinite(best_s):
-                early = self._run(setting, EARLY * best_s)
-                come = 0.0 if early.diverged else early.first - early.loss
-                if early.diverged or come < HALF * far:
-                    if come > 0:  # it learned, so a lower rate is slower still
-                        slow.add(setting)
-                    continue
-                far = max(far, come)
-            outcome = self._run(setting, best_s)
-            if outcome.reached is not None:
-                found[setting] = outcome
-                best_s = min(best_s, outcome.reached)
-        setting = min(found, key=lambda each: found[each].reached or math.inf)
-        seconds = {str(each): outcome.reached for each, outcome in found.items()}
-        return {"setting": str(setting), "seconds": best_s, "updates": found[setting].reached_updates, "others": seconds}
-
-    def _run(self, setting: Setting, seconds: float) -> Outcome:
-        updates = self._most if math.isinf(seconds) else math.ceil(1.05 * seconds / self._update_s[setting.groups])
-        return self._runs.run(Trial(0, setting, updates, "probe", "grid", "each setting from the beginning", keeps=True))
-
-
-def run(drawn: Drawn, folder: Path, *, simulate: bool) -> None:
-    """The search and the grid of a task, as far as they are not there. ``simulate``: the search with the whole runtime."""
+def run(drawn: Drawn, folder: Path, *, orders: int, simulate: bool) -> None:
+    """The searches and the grid of a task, as far as they are not there. ``simulate``: the search with the whole runtime."""
     file = file_of(drawn, folder)
     topology = load_topology(file)
     task = load_task(f"{HERE}/new_tasks.py:task", args_of(drawn), None)
     space = searched(topology, None, measured=False)
-    searched_in = folder / f"{drawn.name}-search"
-    if not (searched_in / "summary.json").exists():
+    for order in range(orders):
+        searched_in = search_of(drawn, folder, order)
+        if (searched_in / "summary.json").exists():
+            continue
         if simulate:
             run_tune(file, How(simulate=True, resume=searched_in if searched_in.exists() else None), run_dir=searched_in)
         else:
@@ -230,32 +194,68 @@ def run(drawn: Drawn, folder: Path, *, simulate: bool) -> None:
             shown = Shown(json_lines=False)
             shown.begin(topology, space, directory.path)
             tuning = Tuning(topology, space, directory, shown)
-            tuning.strategy("omnivore", PlainRuns(topology, task, space.update_s))
+            tuning.strategy("omnivore", PlainRuns(topology, task, space.update_s, order))
             tuning.compare()
             directory.close()
-    best = folder / f"{drawn.name}-grid.json"
+    best = grid_file_of(drawn, folder, orders)
     if not best.exists():
-        found = Grid(PlainRuns(topology, task, space.update_s), space.update_s, 4 * drawn.updates).best()
-        best.write_text(json.dumps(found, indent=1))
+        seeds = [topology.job.seed + ORDERS_APART * order for order in range(orders)]
+        grid = SideBySide(task, drawn.batch, topology.job.seed, space.update_s, seeds)
+        tune, settings = topology.tune, list(grid_of(drawn.workers))
+        assert tune.target_loss is not None
+        found = grid.reach(settings, tune.target_loss, tune.smooth, drawn.updates, 4 * drawn.updates)
+        best.write_text(json.dumps(best_of(found), indent=1))
 
 
-def table(drawn: list[Drawn], folder: Path) -> None:
+def best_of(found: Mapping[Setting, Reached]) -> dict[str, Any]:
+    """The setting with the lowest median of its seconds, and the seconds of all, order by order (none: not as soon as that)."""
+    setting = min(found, key=lambda each: median(found[each].seconds))
+    others = {str(each): [_finite(seconds) for seconds in reached.seconds] for each, reached in found.items()}
+    updates = _finite(median(found[setting].updates))
+    return {"setting": str(setting), "seconds": median(found[setting].seconds), "updates": updates, "others": others}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def search_of(drawn: Drawn, folder: Path, order: int) -> Path:
+    """The folder of a search."""
+    return folder / (f"{drawn.name}-search" if order == 0 else f"{drawn.name}-search-{order}")
+
+
+def grid_file_of(drawn: Drawn, folder: Path, orders: int) -> Path:
+    """The file of the best of the grid."""
+    return folder / (f"{drawn.name}-grid.json" if orders == 1 else f"{drawn.name}-grid-{orders}.json")
+
+
+def table(drawn: list[Drawn], folder: Path, orders: int) -> None:
     """Rows of Markdown."""
-    print("| model, width | noise, inputs | batch, workers | a batch, network | target | best of the grid | search | searched | |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| model, width | noise, inputs | batch, workers | a batch, network | target | best of the grid | search | searched | |",
+        end="",
+    )
+    print(" of medians |" if orders > 1 else "")
+    print("|---|---|---|---|---|---|---|---|---|" + ("---|" if orders > 1 else ""))
     for each in drawn:
-        search, grid = folder / f"{each.name}-search" / "summary.json", folder / f"{each.name}-grid.json"
-        if not search.exists() or not grid.exists():
+        searches = [search_of(each, folder, order) / "summary.json" for order in range(orders)]
+        grid = grid_file_of(each, folder, orders)
+        if not all(file.exists() for file in (*searches, grid)):
             continue
-        [row], best = json.loads(search.read_text())["strategies"], json.loads(grid.read_text())
+        rows, best = [json.loads(file.read_text())["strategies"][0] for file in searches], json.loads(grid.read_text())
         target = load_topology(folder / f"{each.name}.toml").tune.target_loss
-        ratio = f"{row['seconds'] / best['seconds']:.2f}" if row["reached"] else f"not in {row['seconds']:.3g} s"
+        row, seconds = rows[0], [row["seconds"] if row["reached"] else math.inf for row in rows]
+        soonest = min(with_orders[0] or math.inf for with_orders in best["others"].values())
+        ratio = f"{row['seconds'] / soonest:.2f}" if row["reached"] else f"not in {row['seconds']:.3g} s"
         found = "-" if row["groups"] is None else f"{row['groups']}, {row['momentum']:g}, {row['lr']:g}"
         grid_setting = best["setting"].replace(" group(s)", "").replace("momentum ", "").replace("learning rate ", "")
+        all_s = ", ".join(f"{each_s:.3g}" for each_s in seconds)
         print(
             f"| {each.kind}, {each.width} | {each.noise:g}, x {each.scale:g} | {each.batch}, {each.workers} "
             f"| {1000 * each.batch_s:g} ms, {each.bandwidth} Mbit/s, {each.latency} us | {target:g} "
-            f"| {best['seconds']:.3g} s ({grid_setting}) | {row['seconds']:.3g} s ({found}) | {row['search_s']:.2g} s | {ratio} |"
+            f"| {best['seconds']:.3g} s, {best['updates']} updates ({grid_setting}) | {all_s} s ({found}) "
+            f"| {median(row['search_s'] for row in rows):.2g} s | {ratio} |"
+            + (f" {median(seconds) / best['seconds']:.2f} |" if orders > 1 else "")
         )
 
 
@@ -264,17 +264,19 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--draw", type=int, required=True)
     parser.add_argument("--only", type=int, action="append", help="these of the ten")
+    parser.add_argument("--orders", type=int, default=1, help="of the data, of which medians are compared")
+    parser.add_argument("--updates", type=float, nargs=2, default=UPDATES, help="between which the target's are drawn")
     parser.add_argument("--simulate", action="store_true", help="search with the whole runtime, not with plain loops")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    drawn = draw(given.draw)
+    drawn = draw(given.draw, tuple(given.updates))
     if not given.table:
         for number in range(COUNT) if given.only is None else given.only:
-            run(drawn[number], folder, simulate=given.simulate)
-    table(drawn, folder)
+            run(drawn[number], folder, orders=given.orders, simulate=given.simulate)
+    table(drawn, folder, given.orders)
     return 0
 
 

@@ -313,6 +313,7 @@ def described(module: str, name: str) -> str:
 EVENTS: Mapping[str, tuple[str, str]] = {
     "join": ("A process has joined", "`peer`, `host`, `address`, `reason`; `late` if the run was under way"),
     "running": ("All members have joined, and training begins", "`members`, `reason`"),
+    "continued": ("Another launcher has taken over the run", "`epoch`"),
     "leave": ("A member has done its work and left", "`peer`, `reason`"),
     "exit": ("A process has ended", "`peer`, `host`, `exit_code` (negative: the signal), `reason`"),
     "not elastic": ("A worker has said that the run cannot go on without any of them", "`peer`, `reason`"),

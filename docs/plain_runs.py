@@ -25,14 +25,16 @@ from zmqtrain.tune.trial import Outcome, Trial
 AROUND_S, REPORT_S = 0.02, 0.5
 #: By what times vary.
 SPREAD = 0.1
+#: Between the seeds of two orders of the data: farther than those of a search's trials are from each other.
+ORDERS_APART = 1_000_000
 
 
 class PlainRuns:
     """Implements `zmqtrain.experiment.runs.Runs`."""
 
-    def __init__(self, topology: Topology, task: Task, update_s: Mapping[int, float]) -> None:
-        """``update_s``: seconds of an update by groups."""
-        self._topology, self._task, self._update_s = topology, task, update_s
+    def __init__(self, topology: Topology, task: Task, update_s: Mapping[int, float], order: int = 0) -> None:
+        """``update_s``: seconds of an update by groups. ``order``: of the data and of the times; 0 is the job's own seed."""
+        self._topology, self._task, self._update_s, self._order = topology, task, update_s, order
         self._ends: dict[int, dict[str, Tensor]] = {}
         self.elapsed_s = 0.0
 
@@ -48,7 +50,8 @@ class PlainRuns:
         if trial.start is not None:
             model.load_state_dict(self._ends[trial.start])
         optimizer = torch.optim.SGD(model.parameters(), lr=trial.setting.lr, momentum=trial.setting.momentum)
-        batches, chance = self._batches(job.seed), random.Random(job.seed)
+        seed = job.seed + ORDERS_APART * self._order
+        batches, chance = self._batches(seed), random.Random(seed)
         readers = [model] if groups == 1 else [copy.deepcopy(model) for _ in range(groups)]
         monitor = TrialMonitor(trial, 1, tune.target_loss, tune.smooth)
 
@@ -86,14 +89,21 @@ class PlainRuns:
                 mine.grad = its.grad
         optimizer.step()
         if reader is not model:
-            reader.load_state_dict(model.state_dict())
+            with torch.no_grad():
+                for mine, its in zip(model.parameters(), reader.parameters(), strict=True):
+                    its.copy_(mine)
         return loss.item()
 
     def _batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         inputs, targets = self._task.train_data.tensors  # type: ignore[attr-defined]
-        size, generator = self._topology.compute.batch_size, torch.Generator().manual_seed(seed)
-        while True:
-            order = torch.randperm(len(inputs), generator=generator)
-            for begin in range(0, len(order) - size + 1, size):
-                part = order[begin : begin + size]
-                yield inputs[part], targets[part]
+        for part in batch_indices(len(inputs), self._topology.compute.batch_size, seed):
+            yield inputs[part], targets[part]
+
+
+def batch_indices(samples: int, size: int, seed: int) -> Iterator[Tensor]:
+    """Of whole batches, epoch after epoch, each shuffled."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(samples, generator=generator)
+        for begin in range(0, samples - size + 1, size):
+            yield order[begin : begin + size]

@@ -16,8 +16,10 @@ The tree is drawn by what a caller can do about an error::
     │   └── RunTokenError          the peer belongs to another run
     ├── CheckpointError            a checkpoint is missing, torn or foreign    exit 66
     ├── PortInUseError             choose another port                         exit 67
+    ├── SupersededError            another launcher leads the run now          exit 73
     ├── HostMemoryError            the host's shared memory is short           exit 69
     │   └── HostLimitError         so is another of its limits (ulimit)
+    ├── JournalError               a run cannot be taken over                  exit 74
     ├── RunDirectoryError          the run directory cannot be written         exit 72
     ├── EngineError                an engine's own code failed                 exit 71
     ├── SimulationError            a simulated run cannot go on                exit 68
@@ -195,6 +197,26 @@ class PortInUseError(ZmqTrainError):
                 "process of a host takes two"
             )
         super().__init__(text)
+
+
+class JournalError(ZmqTrainError):
+    """The journal of a run cannot be read, or its launcher still leads it: no other one can take over."""
+
+    exit_code = 74
+    verdict = "topology"
+
+
+class SupersededError(ZmqTrainError):
+    """Another process leads the run now."""
+
+    exit_code = 73
+    verdict = "topology"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a later launcher has taken over this run (zmqtrain launch --continue): it decides from now on, and this one ends "
+            "without touching the run"
+        )
 
 
 class HostMemoryError(ZmqTrainError):

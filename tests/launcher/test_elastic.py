@@ -67,6 +67,33 @@ def test_a_worker_is_killed(tmp_path: Path, kind: str, restarts: int) -> None:
         assert any("worker/1" in line and "killed by SIGKILL" in line for line in run.lines), "the end says who was lost"
 
 
+@pytest.mark.parametrize("staleness", ["async", "sync"])
+def test_servers_go_on_without_the_first_worker_and_with_its_successor(tmp_path: Path, staleness: str) -> None:
+    steps = 2000
+    (tmp_path / "task.py").write_text(TASK)
+    topology = TOPOLOGY.format(restarts=1, steps=steps, kind="model_server")
+    topology = topology.replace("restarts = 1", "restarts = 1\neval_every = 1000")
+    topology = topology.replace("[observe]", f'staleness = "{staleness}"\n[observe]')
+    (tmp_path / "trial.toml").write_text(topology)
+    with Launched(tmp_path, "trial.toml") as run:
+        roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 3)
+        run.wait_for(r"^step ")
+        os.kill(next(int(match[2]) for match in roles if match[1] == "worker/0"), signal.SIGKILL)
+        assert run.end() == 0, run
+        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+        assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/0"]
+        members = [event["values"]["members"] for event in events if event["kind"] == "view" and event["rank"] == 2]
+        assert members[0] == ["worker/1", "worker/2"]
+        assert members[-1] == ["worker/0", "worker/1", "worker/2"]
+        for rank in (1, 2):
+            trained = [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank]
+            assert trained[:steps] == list(range(steps))
+        summary = run.json("summary.json")
+        assert summary["eval"]["eval_loss"] < 1e-3
+        assert (run.run / "model.safetensors").exists()
+        assert summary["checkpoints"]["newest"] in (steps, steps + 1)
+
+
 def test_a_worker_that_fails_by_itself_is_heard_before_it_is_ended(tmp_path: Path) -> None:
     """Its connections end before its process does; the run is then as failed as without gossip, and says why."""
     failing = TASK.replace("torch.nn.functional.mse_loss", "loss") + (

@@ -105,7 +105,10 @@ def task():
 """
 
 
-def test_a_worker_that_is_killed_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "told"), [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "stands still")])
+def test_a_worker_that_is_killed_or_stands_still_ends_the_run_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, told: str
+) -> None:
     (tmp_path / "task.py").write_text(WAITING)
     file = '[job]\ntask = "task.py"\ntimeout = "20 s"\noversubscribe = true\n[compute]\ngroups = 3\nbatch_size = 4\n'
     (tmp_path / "trial.toml").write_text(file + '[exchange]\nkind = "allreduce"\n')
@@ -113,9 +116,10 @@ def test_a_worker_that_is_killed_ends_the_run_and_leaves_nothing(tmp_path: Path)
         run.wait_for("have joined")
         killed = int(run.wait_for(r"rank 1 is process (\d+)", times=3)[0][1])
         assert regions() >= 4  # the agent and its workers
-        os.kill(killed, signal.SIGKILL)
+        os.kill(killed, number)
         assert run.end() >= 128, run  # nothing of it is left, says end()
         assert "worker/1" in run.error_text
+        assert told in run.error_text
 
 
 def regions() -> int:

@@ -160,7 +160,7 @@ async def test_another_run_s_token_is_refused() -> None:
         assert run.coordinator.view.members == {}
 
 
-async def test_a_role_that_cannot_be_reached_lives_as_long_as_its_agent_says_so() -> None:
+async def test_a_role_that_cannot_be_reached_is_lost_although_its_agent_sees_it() -> None:
     async with started(placement_of(1, 2), agents=True, timeouts=Timeouts.of(1.0)) as (run, task):
         link = await run.agent("h0")
         for rank in range(2):
@@ -168,13 +168,10 @@ async def test_a_role_that_cannot_be_reached_lives_as_long_as_its_agent_says_so(
         beating = asyncio.create_task(link.run())
         await run.everybody()
         run.network.partition(["worker/1"], ["coordinator"])
-        await asyncio.sleep(0.3)  # three times what the link may be silent
-        assert not task.done()
-        assert "worker/1" in run.coordinator.view.members
-        run.network.kill("agent/h0")  # now nobody vouches for it
         outcome = await task
         assert outcome.cause is not None
-        assert outcome.cause.peer == "agent/h0"
+        assert outcome.cause.peer == "worker/1"
+        assert "stands still" in outcome.cause.reason
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
 

@@ -136,27 +136,47 @@ def test_names_are_few() -> None:
     assert name_some([f"worker/{n}" for n in range(100)]).endswith("worker/7 and 92 more")
 
 
-def test_a_role_whose_gil_is_held_for_minutes_stays_alive() -> None:
+def test_a_role_whose_link_is_up_may_be_silent_for_ever() -> None:
     table = Table(members())
     table.join_all()
-    # worker/1 answers nothing and its link seems dead, while its agent vouches for it.
-    for _ in range(10):
-        table.take(table.roster.handle_lost("worker/1", "no answer to pings", table.now))
-        table.advance(60)
-    assert table.roster.is_here("worker/1")
+    table.advance(600)
     assert (table.roster.state, table.roster.failures) == (State.RUNNING, [])
+
+
+@pytest.mark.parametrize("peer", ["worker/1", "server/0"])
+def test_a_role_that_answers_nothing_stands_still_even_if_its_agent_sees_its_process(peer: str) -> None:
+    table = Table(members())
+    table.join_all()
+    table.take(table.roster.handle_lost(peer, "no connection for 30 s", table.now))
+    table.advance(TIMEOUTS.flush_s - 1)
+    assert table.roster.state is State.RUNNING
+    table.advance(2)
+    (failure,) = table.roster.failures
+    assert failure.peer == peer
+    assert f"{peer} on h0: it stands still" in failure.reason
+    assert peer in table.dropped
+
+
+def test_a_role_whose_link_ends_with_its_process_has_ended() -> None:
+    """The link's end comes first, and the report of the exit names the reason."""
+    table = Table(members())
+    table.join_all()
+    table.take(table.roster.handle_lost("worker/1", "it has closed its endpoint", table.now))
+    table.advance(1)
+    table.exited("worker/1", -9)
+    assert table.roster.failures[0].reason == "worker/1 on h0 was killed by SIGKILL"
 
 
 def test_an_agent_that_is_silent_is_a_lost_host() -> None:
     table = Table(members(workers=4, hosts=2))
     table.join_all()
-    table.advance(TIMEOUTS.lost_s - 1, hosts=("h0",))
+    table.advance(TIMEOUTS.silent_s - 1, hosts=("h0",))
     assert table.roster.state is State.RUNNING
     table.advance(2, hosts=("h0",))
     failure = table.roster.failures[0]
     assert (failure.peer, failure.consequence) == ("agent/h1", False)
     assert isinstance(failure.error, HostLostError)
-    assert "h1: its agent has been silent for 30 s" in str(failure.error)
+    assert "h1: its agent has been silent for 8 s" in str(failure.error)
     assert sorted(table.dropped) == ["agent/h1", "worker/1", "worker/3"]
     assert ("worker/0", "view") in table.told
     assert ("worker/0", "halt") in table.told

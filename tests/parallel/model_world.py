@@ -11,13 +11,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.parallel.by_hand import shards_of
 from tests.precision import close, exactly, judge_of
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Sent, Traffic, total
 from zmqtrain.parallel.placement import Placement
-from zmqtrain.parallel.shard import gather_state, shards_of
+from zmqtrain.parallel.shard import gather_state
 from zmqtrain.parallel.sums import sum_gradients
 from zmqtrain.testing.threads import ThreadFabric, ThreadWorld, run_ranks
 

@@ -10,14 +10,41 @@ from torch import Tensor
 
 from zmqtrain.errors import ProtocolError
 from zmqtrain.parallel.communicator import Communicator, Label
-from zmqtrain.parallel.geometry import Count, Division, Window, even, follow, halo_traffic, strip
-from zmqtrain.parallel.halo import HEIGHT, WIDTH, HaloExchange, begin, extended
+from zmqtrain.parallel.geometry import Count, Division, Range, Window, even, follow, halo_traffic, length, overlap, strip
+from zmqtrain.parallel.halo import HEIGHT, WIDTH, HaloExchange
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
 
 
 def exchange_of(communicator: Communicator, reach: Window, division: Division, dim: int = HEIGHT) -> HaloExchange:
     outputs = follow(reach, division)
     return HaloExchange(communicator, strip(reach, division, outputs, communicator.rank), "layer", dim)
+
+
+def extended(exchange: HaloExchange, own: Tensor) -> Tensor:
+    """The needed rows, own ones and others'."""
+    exchange.check(own)
+    kept = overlap(exchange.strip.own, exchange.strip.needed)
+    pieces = [(kept, exchange.cut(own, kept))] if length(kept) else []
+    sent = exchange.send(lambda rows: exchange.cut(own, rows), tuple(own.shape), own.dtype)
+    pieces += [(part.rows, tensor) for part, tensor in exchange.arrived(sent)]
+    found = [tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0])]
+    return torch.cat(found, exchange.dim) if found else own.narrow(exchange.dim, 0, 0)
+
+
+def returned(exchange: HaloExchange, gradient: Tensor) -> Tensor:
+    """The gradient of the strip, of that of the needed rows."""
+    strip, shape = exchange.strip, tuple(gradient.shape)
+
+    def cut(rows: Range) -> Tensor:
+        return gradient.narrow(exchange.dim, rows[0] - strip.needed[0] if length(rows) else 0, length(rows))
+
+    own = gradient.new_zeros(exchange.shape(shape, strip.own))
+    kept = overlap(strip.own, strip.needed)
+    if length(kept):
+        exchange.cut(own, kept).add_(cut(kept))
+    for part, tensor in exchange.arrived(exchange.send_back(cut, shape, gradient.dtype)):
+        exchange.cut(own, part.rows).add_(tensor)
+    return own
 
 
 @given(
@@ -35,11 +62,10 @@ def test_the_backward_of_the_exchange_is_its_adjoint(members: int, rows: int, ke
     def run(fabric: ThreadFabric) -> tuple[Tensor, Tensor, Tensor, Tensor, HaloExchange]:
         communicator = fabric.among(tuple(range(members)))
         exchange = exchange_of(communicator, reach, division)
-        own = image[:, :, slice(*exchange.strip.own)].clone().requires_grad_()
+        own = image[:, :, slice(*exchange.strip.own)].clone()
         needed = extended(exchange, own)
         other = torch.randn(needed.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(fabric.rank))
-        (adjoint,) = torch.autograd.grad(needed, own, other)
-        return own.detach(), needed.detach(), other, adjoint, exchange
+        return own, needed, other, returned(exchange, other), exchange
 
     results, world = run_ranks(members, run)
     forward = sum((needed * other).sum() for _, needed, other, _, _ in results)
@@ -63,54 +89,16 @@ def test_along_height_and_then_width_the_corners_come_too(rows: int, columns: in
         row, column = divmod(fabric.rank, columns)
         down = exchange_of(fabric.among(tuple(range(column, rows * columns, columns))), high, even(9, rows))
         along = exchange_of(fabric.among(tuple(range(row * columns, (row + 1) * columns))), wide, even(7, columns), WIDTH)
-        own = image[:, :, slice(*down.strip.own), slice(*along.strip.own)].clone().requires_grad_()
+        own = image[:, :, slice(*down.strip.own), slice(*along.strip.own)].clone()
         needed = extended(along, extended(down, own))
         assert torch.equal(needed, image[:, :, slice(*down.strip.needed), slice(*along.strip.needed)])
         other = torch.randn(needed.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(fabric.rank))
-        (adjoint,) = torch.autograd.grad(needed, own, other)
-        return own.detach(), needed.detach(), other, adjoint
+        return own, needed, other, returned(down, returned(along, other))
 
     results, _ = run_ranks(rows * columns, run)
     forward = sum((needed * other).sum() for _, needed, other, _ in results)
     backward = sum((own * adjoint).sum() for own, _, _, adjoint in results)
     torch.testing.assert_close(forward, backward, rtol=1e-12, atol=1e-12)
-
-
-def test_the_interior_can_be_computed_before_the_halo_is_there_and_differentiated_while_gradients_return() -> None:
-    """Row sums of neighbours: the own part from `Halo.own`, the rest from `Halo.wait`, and autograd joins them."""
-    reach, division = Window(8, 3, 1, 1, 1), even(8, 2)
-    order: list[list[str]] = [[], []]
-
-    def run(fabric: ThreadFabric) -> Tensor:
-        exchange = exchange_of(fabric.among((0, 1)), reach, division)
-        own = torch.arange(*exchange.strip.own, dtype=torch.float64).reshape(1, 1, 4, 1).requires_grad_()
-        halo = begin(exchange, own)
-        interior = halo.own * 3
-        interior.register_hook(lambda _: order[fabric.rank].append("interior"))
-        needed = halo.wait()
-        needed.register_hook(lambda _: order[fabric.rank].append("rim"))
-        (interior.sum() + needed.sum()).backward()
-        assert own.grad is not None
-        return own.grad.flatten()
-
-    results, _ = run_ranks(2, run)
-    assert torch.cat(results).tolist() == [4, 4, 4, 5, 5, 4, 4, 4]
-    assert order == [["rim", "interior"]] * 2, "what returns is sent first"
-
-
-def test_a_member_that_uses_nothing_of_others_leaves_nobody_waiting() -> None:
-    reach, division = Window(8, 3, 1, 1, 1), even(8, 2)
-
-    def run(fabric: ThreadFabric) -> Tensor:
-        own = torch.ones(1, 1, 4, 1, requires_grad=True)
-        halo = begin(exchange_of(fabric.among((0, 1)), reach, division), own)
-        needed = halo.wait()
-        (halo.own.sum() if fabric.rank else needed.sum()).backward()
-        assert own.grad is not None
-        return own.grad.flatten()
-
-    results, _ = run_ranks(2, run)
-    assert torch.cat(results).tolist() == [1, 1, 1, 1, 2, 1, 1, 1]
 
 
 def test_a_strip_of_other_rows_than_the_division_says() -> None:

@@ -6,27 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.parallel.model_world import GRIDS, part, random
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.grid import Grid
-from zmqtrain.parallel.model.dropout import Batch, Dropout, Masks, keep
+from zmqtrain.parallel.model.dropout import Batch, Masks, keep
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.placement import Placement
 from zmqtrain.testing.threads import ThreadFabric, ThreadWorld, run_ranks
 
 
-def dropped(original: nn.Module, x: Tensor, placement: Placement, step: int = 0, calls: int = 1) -> list[Tensor]:
+def dropped(probability: float, x: Tensor, placement: Placement, step: int = 0, calls: int = 1) -> list[Tensor]:
     """What each rank makes of its part of ``x``, at the last of some calls."""
     grid, batch = placement.grid, Batch(x.shape[placement.sample_dimension], step)
 
     def rank(fabric: ThreadFabric) -> Tensor:
-        layer = Dropout(original, Masks(Site("drop", grid, fabric), batch, seed=3), placement)  # type: ignore[arg-type]
-        for _ in range(calls - 1):
-            layer(part(x, placement, fabric.rank))
-        result: Tensor = layer(part(x, placement, fabric.rank))
-        return result
+        masks, own = Masks(Site("drop", grid, fabric), batch, seed=3), part(x, placement, fabric.rank)
+        return [masks.drop(own, probability, placement) for _ in range(calls)][-1]
 
     results, world = run_ranks(grid.size, rank)
     assert not any(traffic.messages for traffic in world.traffic)
@@ -47,47 +44,33 @@ def drops_alike(grid: Grid, sample_dimension: int, divided: Any) -> None:
         placement = Placement(grid, divided, sample_dimension=sample_dimension)  # type: ignore[arg-type]
     else:
         placement = Placement.over_rows(grid, divided, x.shape[divided], sample_dimension)
-    (alone,) = dropped(nn.Dropout(0.4), x, Placement(Grid(1, 1), sample_dimension=sample_dimension))
-    for rank, found in enumerate(dropped(nn.Dropout(0.4), x, placement)):
-        assert torch.equal(found, part(alone, placement, rank))
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("dimension", [None, 1, 2])
-def test_channels_are_dropped_whole(grid: Grid, dimension: int | None) -> None:
-    x = random(5, 6, 7, 3) + 10
-    (alone,) = dropped(nn.Dropout2d(0.5), x, Placement(Grid(1, 1)))
-    zeros = (alone == 0).flatten(2)
-    assert torch.equal(zeros.all(-1), zeros.any(-1))
-    assert zeros.any()
-    placement = Placement(grid) if dimension is None else Placement.over_rows(grid, dimension, x.shape[dimension])
-    for rank, found in enumerate(dropped(nn.Dropout2d(0.5), x, placement)):
+    (alone,) = dropped(0.4, x, Placement(Grid(1, 1), sample_dimension=sample_dimension))
+    for rank, found in enumerate(dropped(0.4, x, placement)):
         assert torch.equal(found, part(alone, placement, rank))
 
 
 def test_what_is_kept_is_scaled_and_its_gradient_too() -> None:
     x = random(50, 40).requires_grad_()
-    layer = Dropout(nn.Dropout(0.25), Masks(Site("drop", Grid(1, 1), ThreadFabric(ThreadWorld(1), 0)), Batch(50), 0))
-    result = layer(x)
+    masks = Masks(Site("drop", Grid(1, 1), ThreadFabric(ThreadWorld(1), 0)), Batch(50), 0)
+    result = masks.drop(x, 0.25, Placement(Grid(1, 1)))
     result.sum().backward()
     kept = result != 0
     assert x.grad is not None
     assert torch.equal(x.grad, kept.double() / 0.75)
     assert torch.allclose(result, x * kept / 0.75)
-    assert torch.equal(layer.eval()(x), x)
 
 
 def test_steps_layers_seeds_and_calls_have_masks_of_their_own() -> None:
     x = torch.ones(30, 30)
     grid = Grid(1, 1)
-    found = [dropped(nn.Dropout(0.5), x, Placement(grid), step, calls)[0] for step in range(3) for calls in (1, 2)]
+    found = [dropped(0.5, x, Placement(grid), step, calls)[0] for step in range(3) for calls in (1, 2)]
     for name, seed in (("other", 3), ("drop", 4)):
         masks = Masks(Site(name, grid, ThreadFabric(ThreadWorld(1), 0)), Batch(30), seed)
         found.append(masks.drop(x, 0.5, Placement(grid)))
     for number, one in enumerate(found):
         for other in found[:number]:
             assert abs(float((one == other).float().mean()) - 0.5) < 0.1, "as often the same as chance has it"
-    assert torch.equal(found[0], dropped(nn.Dropout(0.5), x, Placement(grid))[0]), "and the same again"
+    assert torch.equal(found[0], dropped(0.5, x, Placement(grid))[0]), "and the same again"
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
@@ -110,8 +93,8 @@ def test_masks_look_like_chance(probability: float) -> None:
 
 def test_extremes() -> None:
     x = torch.ones(3, 4)
-    assert torch.equal(dropped(nn.Dropout(0.0), x, Placement(Grid(1, 1)))[0], x)
-    assert torch.equal(dropped(nn.Dropout(1.0), x, Placement(Grid(1, 1)))[0], torch.zeros(3, 4))
+    assert torch.equal(dropped(0.0, x, Placement(Grid(1, 1)))[0], x)
+    assert torch.equal(dropped(1.0, x, Placement(Grid(1, 1)))[0], torch.zeros(3, 4))
 
 
 def test_masks_never_change_between_releases() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.parallel.by_hand import redistribute
 from tests.parallel.model_world import part
 from tests.parallel.test_placement import placements
 from zmqtrain.errors import UsageError
@@ -17,7 +18,7 @@ from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.traffic import Sent
 from zmqtrain.parallel.placement import Placement, common, volume
-from zmqtrain.parallel.redistribute import redistribute, route
+from zmqtrain.parallel.redistribute import route
 from zmqtrain.testing.threads import ThreadFabric, ThreadWorld, run_ranks
 
 FORWARD, BACKWARD = Label("fc", "redistribute"), Label("fc", "redistribute", "backward")

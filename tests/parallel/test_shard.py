@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.parallel.by_hand import redistribute, shards_of
 from tests.parallel.model_world import GRIDS, grids, momentum, random, randomised
 from tests.precision import close
 from zmqtrain.errors import UsageError
@@ -19,8 +20,7 @@ from zmqtrain.parallel.model.convolution import Convolution
 from zmqtrain.parallel.model.linear import Linear
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.placement import Placement
-from zmqtrain.parallel.redistribute import redistribute
-from zmqtrain.parallel.shard import Shard, gather_state, gathered, one_range, shards_of
+from zmqtrain.parallel.shard import Shard, gather_state, gathered, one_range
 from zmqtrain.parallel.sums import sum_gradients
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
 

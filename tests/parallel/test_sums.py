@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.parallel.by_hand import shards_of
 from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.grid import Grid
-from zmqtrain.parallel.shard import shards_of
 from zmqtrain.parallel.sums import GradientSums, sum_gradients
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
 

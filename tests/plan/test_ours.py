@@ -24,7 +24,7 @@ from zmqtrain.parallel.geometry import even
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model import traffic
 from zmqtrain.plan import collective
-from zmqtrain.plan.collective import FOLLOWED, Sent, all_reduce, idle, ring
+from zmqtrain.plan.collective import FOLLOWED, Sent, all_reduce, between_hosts, hops, idle, ring
 from zmqtrain.plan.costs import Paper
 from zmqtrain.plan.layers import LayerShape, stages
 from zmqtrain.plan.link import LayerCost, Link
@@ -189,3 +189,28 @@ def test_sums_of_activations_wait_for_their_own_pieces() -> None:
     """By halving; a ring streams, and small ones are doubled."""
     assert [idle(1 << 20, size, 4) for size in (1, 2, 3, 4, 8)] == [0, 0, 0, 1 << 18, 1 << 18]
     assert idle(1 << 10, 4, 4) == 0
+
+
+@pytest.mark.parametrize("size", [2, 4, 6, 8])
+@pytest.mark.parametrize("numel", [64, 1 << 14, 1 << 20])
+def test_a_sum_whose_ranks_are_alone_on_their_hosts_sends_all_it_sends_between_them(size: int, numel: int) -> None:
+    alone, expected = between_hosts(numel, size, 4, 1), all_reduce(numel, size, 4)
+    assert alone.messages == expected.messages
+    assert alone.numel == expected.numel
+    assert between_hosts(numel, size, 4, size) == Sent(0, 0)
+
+
+def test_ranks_of_one_host_share_its_nic_in_a_sum_and_their_own_messages_cost_nothing() -> None:
+    """8 ranks, 4 on each of 2 hosts: by halving all four exchange a half with the other host, in one step each way."""
+    numel = 1 << 20
+    assert between_hosts(numel, 8, 4, 4) == Sent(2, 4 * numel)
+    assert (hops(8, 4), hops(8, 1), hops(4, 8)) == (2, 7, 1)
+    layer = LayerShape("a", "attention", (64, 32), (64, 32), 4 * 32 * 32, heads=8, sums=1)
+    stage, placed = stages([layer])[0], Placed("model", Grid(8, 1))
+    spread, together = (Ours(per_host=each).layer(stage, placed, 64, first=False).all_gather for each in (1, 4))
+    assert together.messages < spread.messages
+    assert together.nic_bytes > spread.nic_bytes
+    strips = Placed("domain", Grid(8, 1))
+    inner = stages([conv("x", 8, 8, 32)])[0]
+    spread, together = (Ours(per_host=each).layer(inner, strips, 8, first=False).halo for each in (1, 4))
+    assert (spread.messages, together.messages) == (2, 1)

@@ -67,7 +67,7 @@ class FakeCoordinator:
         self.heard[str(peer)].append(("exited", code, report["type"] if isinstance(report, dict) else None, stopped))
         return 1
 
-    async def _report(self, _caller: PeerId, events: Value) -> Value:
+    async def _report(self, _caller: PeerId, events: Value, _incarnation: Value, _number: Value) -> Value:
         assert isinstance(events, list)
         for event in events:
             assert isinstance(event, dict)

@@ -136,7 +136,7 @@ class TestFaults:
         ids=["kill", "kill server", "kill host", "restart", "long pause", "partition"],
     )
     def test_the_run_fails_in_order_and_says_why(self, profile: str, fault: Fault, type_: str, message: str) -> None:
-        result, _ = run(topology_of(profile, job={"steps": 400}), fault)
+        result, _ = run(topology_of(profile, job={"steps": 400, "elastic": False}), fault)
         assert result.broken == []
         assert result.ending.status == "failed"
         assert result.ending.exit_code >= 128
@@ -188,7 +188,7 @@ def test_a_deadlock_says_what_each_role_waits_for(profile: str, monkeypatch: pyt
         await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(Membership, "barrier", never)
-    topology = topology_of(profile, simulation={"time_limit": 100})
+    topology = topology_of(profile, simulation={"time_limit": 100}, job={"elastic": False})
     with pytest.raises((DeadlockError, TimeLimitError)) as caught:
         simulate(topology)
     for rank in range(4):

@@ -254,8 +254,9 @@ async def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
     ],
 )
 async def test_topologies_in_which_a_stream_is_not_possible(topology: dict[str, Any], said: str) -> None:
+    job = {"steps": 3, **topology.pop("job", {})}
     compute = {"groups": 2, "batch_size": 4, **topology.pop("compute", {})}
-    result = await run(topology_of(job={"steps": 3}, compute=compute, **topology), Recipe(train_data=Numbers(40)))
+    result = await run(topology_of(job=job, compute=compute, **topology), Recipe(train_data=Numbers(40)))
     assert isinstance(result.errors["worker/0"], UsageError)
     with pytest.raises(UsageError, match=said):
         raise result.errors["worker/0"]

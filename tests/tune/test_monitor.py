@@ -79,6 +79,16 @@ def test_training_ends_at_the_target_and_probes_do_not() -> None:
         assert (monitor.outcome().reached is not None) == stopped
 
 
+def test_the_smoothed_loss_goes_on_from_before_the_trial() -> None:
+    begun = replace(trial("train", updates=1000), before=(1.05, 20))
+    monitor = TrialMonitor(begun, 1, target=1.0)
+    monitor.observe(step(1.0, 0.5))
+    assert monitor.stop is None
+    monitor.observe(step(2.0, 0.5))
+    assert monitor.stop == "the target is reached"
+    assert monitor.outcome().reached_updates == 2
+
+
 def test_what_servers_fit_is_kept() -> None:
     monitor = TrialMonitor(trial(), 1)
     monitor.observe({"kind": "momentum", "values": {"fitted": 0.5, "updates": 200}})

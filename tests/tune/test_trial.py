@@ -52,6 +52,9 @@ def test_when_a_target_is_reached() -> None:
     assert falling[index] < 5.0  # the smoothed one lags behind
     assert reach(falling, 0.0) is None
     assert reach([0.0] * 5, 1.0) is None  # too few to tell
+    assert reach([0.0] * 5, 1.0, 20, (1.2, 16)) == 3  # together twenty: 16 * 1.2 / 20 is less than 1
+    assert reach([0.0] * 5, 1.0, 20, (1.2, 20)) == 3  # 1.2 * 0.95 ** 4
+    assert reach([0.0] * 20, 1.0, 20, (9.0, 20)) == 19  # its own losses are enough, whatever was before
     outcome = Outcome.of(losses(*falling), updates=200, seconds=50.0, target=5.0)
     assert outcome.reached == pytest.approx(0.5 * (index + 1))
     assert outcome.reached_updates == 2 * (index + 1)

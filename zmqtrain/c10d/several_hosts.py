@@ -124,7 +124,9 @@ class SeveralHosts:
     def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:
         tag = self._tag()
         result = flat if root is None or root == self._rank else flat.clone()
-        self._here.all_reduce(result, combine, what)
+        alone = len(self._own) == 1
+        if not alone:
+            self._here.all_reduce(result, combine, what)
         parts = [result[start:stop] for start, stop in bounds(result.numel(), self._slices)]
         place = self._own.index(self._rank)
         if self._column is not None and parts[place].numel():
@@ -134,6 +136,8 @@ class SeveralHosts:
                 self._combine(parts[place], place, combine, tag, what)
         else:
             self._call(_nothing(), what)
+        if alone:
+            return
         # Ranks of a host beyond the number of slices have none.
         nothing = result.new_empty(0)
         gathered = [parts[index] if index < self._slices else nothing for index in range(len(self._own))]

@@ -85,19 +85,20 @@ def _without_launcher(path: Path) -> int:
         print(f"{values['status']} after {values['seconds']:.1f} s, {values['steps']} steps: {path}")
         return int(values["exit_code"])
     lines = [f"the launcher of {path} has ended without finishing the run"]
-    timeout = load_topology(path / "topology.toml").job.timeout
+    job = load_topology(path / "topology.toml").job
     for host, state in asyncio.run(inspect_hosts(path)).items():
         if isinstance(state, SshError):
             lines.append(f"  {state}")
         elif state["agent"] == "running":
+            most_s = job.timeout + job.alone
             lines.append(
-                f"  {host}: its agent is still running; it ends at most {timeout:g} s after its last contact with the launcher"
+                f"  {host}: its agent is still running; it ends at most {most_s:g} s after its last contact with the launcher"
             )
         else:
             code = f" (exit code {state['exit']})" if "exit" in state else ""
             lines.append(f"  {host}: its agent has ended{code}")
     lines.append(
-        f"zmqtrain stop {path} ends what is left; zmqtrain launch FILE --resume {path} continues from the "
-        "last checkpoint, if there is one"
+        f"zmqtrain launch --continue {path} takes it over while its agents run; zmqtrain stop {path} ends what is left; zmqtrain "
+        f"launch FILE --resume {path} continues from the last checkpoint, if there is one"
     )
     raise HostLostError("\n".join(lines))

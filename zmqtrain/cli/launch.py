@@ -14,14 +14,17 @@ from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.submit import run_submit
 from zmqtrain.embed.script_settings import check_script
 from zmqtrain.errors import UsageError
+from zmqtrain.launcher.continued import Leadership, Left, NothingLeftError, nothing_left
 from zmqtrain.launcher.detached import run_detached
 from zmqtrain.launcher.emulate import Emulation
 from zmqtrain.launcher.engine import GatheringEngine, make_engine
+from zmqtrain.launcher.local import LocalEngine
 from zmqtrain.launcher.run import Launch, write_pid
 from zmqtrain.launcher.slurm.engine import in_allocation, require_allocation
 from zmqtrain.launcher.ssh.room import lacks_room, with_room, with_room_here
 from zmqtrain.launcher.streams import survive_closed_streams
 from zmqtrain.membership.description import RunDescription
+from zmqtrain.membership.journal import NAME
 from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
@@ -32,6 +35,7 @@ from zmqtrain.topology.placement import place, place_before
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import find_checkpoints
 from zmqtrain.train.data_path import data_path_of
+from zmqtrain.world import wall_s
 
 
 def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | None = None) -> int:
@@ -41,6 +45,14 @@ def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | 
     """
     survive_closed_streams()
     options = options or LaunchOptions()
+    if options.go_on and options.run_dir is None and not file.is_file():
+        return run_continue(str(file), script, options)
+    if options.go_on and options.run_dir is not None and (options.run_dir / NAME).exists():
+        try:  # its processes may be alive: they must not run twice
+            return _continue(options.run_dir, options)
+        except NothingLeftError as error:
+            _tell(str(error).partition(". ")[0])
+            (options.run_dir / NAME).unlink(missing_ok=True)
     topology = load_with(file, options.all_settings())
     emulation = emulation_of(topology, options.emulate, options.shaping, options.dilation)
     if (options.template is not None or options.dry_run) and not options.submit:
@@ -98,6 +110,12 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
     directory = RunDirectory.create(topology.job.name, exact=options.run_dir) if begun is None else RunDirectory.go_on(begun)
     events_before = (directory.path / "events.jsonl").stat().st_size
     directory.write("topology.toml", topology.to_toml())
+    alone_s = 0.0
+    if emulation is None and options.own_engine is None and topology.job.alone:
+        if topology.engine.kind == "local" and options.detach:
+            engine, alone_s = LocalEngine(outlive=True), topology.job.alone
+        elif topology.engine.kind == "ssh":
+            alone_s = topology.job.alone
     description = RunDescription(
         topology,
         placement,
@@ -105,16 +123,75 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
         data_path=data_path,
         resume=None if resume_from is None else str(resume_from),
         script=tuple(script),
+        alone_s=alone_s,
     )
 
     def go() -> int:
         write_pid(directory)
         groups = {role.peer: role.group for role in placement.workers}
         view = make_view(groups, json_lines=options.json_lines, every_steps=topology.observe.progress_every)
-        launch = Launch(description, directory, view, emulation=emulation, engine=engine, sinks=sinks)
+        leadership = Leadership.begin(directory, description, began=wall_s()) if alone_s else None
+        launch = Launch(description, directory, view, emulation=emulation, engine=engine, sinks=sinks, leadership=leadership)
         return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
 
     return _go_detached(directory.path, go, events_before, json_lines=options.json_lines) if options.detach else go()
+
+
+def run_continue(name: str, script: Sequence[str] = (), options: LaunchOptions | None = None) -> int:
+    """Take over a run whose launcher is gone. Returns the exit code.
+
+    Raises `JournalError` if the launcher still leads the run, or if nothing of the run is left, and `UsageError`."""
+    options = options or LaunchOptions()
+    try:
+        path = find_run(name)
+    except UsageError as error:
+        raise UsageError(
+            f"--continue takes a run whose launcher has died ({error}); or a topology file, and with --run-dir the directory of "
+            "the run to continue or to begin"
+        ) from error
+    given = {
+        "a script": bool(script),
+        "--resume": options.resume is not None,
+        "--data": options.data is not None,
+        "--set": bool(options.settings),
+        "--engine": options.engine is not None,
+        "--emulate": options.emulate,
+        "--submit": options.submit,
+    }
+    if any(given.values()):
+        what = ", ".join(option for option, there in given.items() if there)
+        raise UsageError(f"--continue {name} takes over the run as it is: leave out {what}")
+    return _continue(path, options)
+
+
+def _continue(path: Path, options: LaunchOptions) -> int:
+    leadership = Leadership.take_over(path)
+    description = leadership.description()
+    if description.topology.engine.kind == "local" and not Left.of(path).processes:
+        leadership.journal.close()
+        raise nothing_left(path)
+    observe = description.topology.observe
+    sinks = FanOut(observe.to, observe.options)  # refuses what is not installed here
+    events_before = (path / "events.jsonl").stat().st_size
+
+    def go() -> int:
+        leadership.begin_epoch()
+        directory, shorter = RunDirectory.take_over(path, leadership.sizes())
+        write_pid(directory)
+        groups = {role.peer: role.group for role in description.placement.workers}
+        view = make_view(groups, json_lines=options.json_lines, every_steps=description.topology.observe.progress_every)
+        launch = Launch(description, directory, view, sinks=sinks, leadership=leadership)
+        if shorter:
+            view.note(f"warning: the end of {', '.join(shorter)} was lost with the launcher's machine")
+        try:
+            return run(launch.run())
+        except NothingLeftError as error:
+            if not options.detach:
+                raise
+            _tell(str(error))
+            return error.exit_code
+
+    return _go_detached(path, go, events_before, json_lines=options.json_lines) if options.detach else go()
 
 
 def _data_path(topology: Topology, options: LaunchOptions) -> str | None:
@@ -160,11 +237,11 @@ def _go_detached(run: Path, go: Callable[[], int], events_before: int, *, json_l
 
 
 def _has_joined(path: Path, before: int) -> bool:
-    """Whether all roles have joined. The joins are the first events after the ``before`` that were there, so the file is still
-    short."""
+    """Whether all roles have joined, or the run was taken over. That is among the first events after the ``before`` that were
+    there, so the file is still short."""
     with (path / "events.jsonl").open("rb") as events:
         events.seek(before)
-        return any(b'"running"' in line for line in events)
+        return any(b'"running"' in line or b'"continued"' in line for line in events)
 
 
 def _absolute(path: str | None, *, here: bool) -> str | None:

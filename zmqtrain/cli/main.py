@@ -80,7 +80,10 @@ def launch(
     ] = False,
     go_on: Annotated[
         bool,
-        typer.Option("--continue", help="Continue the run in --run-dir from its newest checkpoint, or start it."),
+        typer.Option(
+            "--continue",
+            help="Take over the run FILE whose launcher has died; or, with --run-dir, continue the run there, or start it.",
+        ),
     ] = False,
     engine: Annotated[
         str | None, typer.Option(help="The engine that starts the agents, instead of the file's \\[engine] kind.")

@@ -18,8 +18,10 @@ from rich.console import Console
 from zmqtrain.cli.table import table_of
 from zmqtrain.cli.tail import Tail
 from zmqtrain.errors import CheckpointError, HostLostError, SshError, UsageError
+from zmqtrain.launcher.continued import Left
 from zmqtrain.launcher.slurm.submit import cancel, job_of, state_of
 from zmqtrain.launcher.ssh.leftovers import stop_hosts
+from zmqtrain.membership.journal import NAME
 from zmqtrain.observe.run_directory import find_run, log_name, runs_of, training_of
 from zmqtrain.observe.sums import SUMS
 from zmqtrain.train.checkpoint.folder import find_checkpoints
@@ -112,8 +114,13 @@ def _stop_launcher(path: Path) -> None:
         print(f"stopping {path}: its launcher (process {process.pid}) ends it with a checkpoint where it can", flush=True)
         process.send_signal(signal.SIGINT)
         _wait_for_end(process)
+    here = Left.of(path).stop() if process is None else 0
+    if here:
+        print(f"{path}: its launcher was gone; {here} agent(s) on this machine were stopped, with their roles")
     hosts = asyncio.run(stop_hosts(path))
-    if process is None and not hosts:
+    if process is None:
+        (path / NAME).unlink(missing_ok=True)
+    if process is None and not hosts and not here:
         raise UsageError(f"{path} is not running on this machine, and has nothing left on other hosts")
     missed = [str(result) for result in hosts.values() if isinstance(result, SshError)]
     for host, result in hosts.items():

@@ -26,15 +26,15 @@ class Promise:
     """Which samples a resumed run trains on."""
 
     @classmethod
-    def of_dataset(cls, source: Source, partition: Partition) -> Promise:
-        """The promise for a map-style dataset."""
+    def of_dataset(cls, source: Source, partition: Partition, *, survives: bool = False) -> Promise:
+        """The promise for a map-style dataset. ``survives``: others train what lost workers have left."""
         left = partition.samples % partition.step_samples
         rest = f"; the last {left} of {partition.samples}, which do not fill a step, are left out" if left else ""
         if source.order == "sampler":
             order, each = "the sampler's, seeded by the job", f"as often as the sampler gives it{rest}"
         else:
             order = "the dataset's" if partition.shuffle == "none" else "a new one each epoch, from the job's seed"
-            each = f"once{rest}"
+            each = f"once, also if workers are lost{rest}" if survives else f"once{rest}"
         return cls("dataset", order, each, "those of the uninterrupted run, augmented with the same random numbers")
 
     @classmethod

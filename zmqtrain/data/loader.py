@@ -127,6 +127,7 @@ class Loader:
         *,
         processes: Processes | None = None,
         epoch_steps: int = 0,
+        place: Callable[[int], tuple[int, ...]] | None = None,
     ) -> None:
         """
         Args:
@@ -135,11 +136,13 @@ class Loader:
             thread: where to fetch, by default a thread of its own; closed with the loader.
             processes: processes that read for the thread.
             epoch_steps: the steps of an epoch, after which the processes are started again unless they persist.
+            place: ``place(step)`` distinguishes the batch from all others, beside ``seed``; by default the step.
         """
         self._fetch, self._indices, self._seed = fetch, indices, seed
         self._thread: Background = thread or BackgroundThread("zmqtrain-loader")
+        self._place = place or (lambda step: (step,))
         self._ahead: tuple[int, asyncio.Future[Batch]] | None = None
-        self._processes = None
+        self._processes: LoaderProcesses | None = None
         if processes is not None:
             self._processes = LoaderProcesses(fetch.reader, self._request, processes, epoch_steps)
 
@@ -158,8 +161,14 @@ class Loader:
             self._ahead = (step + 1, self._submit(step + 1))
         return batch
 
+    async def start_again(self) -> None:
+        """Forget what was read ahead: ``indices`` gives others from now on."""
+        self._drop()
+        if self._processes is not None:
+            await self._thread.submit(self._processes.renew)
+
     def _request(self, step: int) -> Request:
-        return Request(step, self._indices(step), (*self._seed, step))
+        return Request(step, self._indices(step), (*self._seed, *self._place(step)))
 
     def _read(self, step: int) -> Batch:
         request = self._request(step)

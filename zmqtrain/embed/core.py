@@ -70,7 +70,7 @@ class Core:
         timeouts = context.timeouts
         # Above the longest wait of the coroutines themselves, so that their errors, which name the peer, come first.
         self.bridge = Bridge(threading.Condition(), asyncio.get_running_loop().time, timeouts.barrier_s + 2 * timeouts.lost_s)
-        self.members = make_members(context)
+        self.members = make_members(context, script=True)
         self.replicated: Replicated | None = None
         self.divided: DividedScript | None = None
         """The replicated model, if the group divides it."""
@@ -171,6 +171,11 @@ class Core:
             replica.waiting = handing_over
             for fabric in self._fabrics:
                 replica.also_abort(fabric.abort)
+        if topology.elastic and not self.members.survives:
+            why = "with model servers, a script's own loop does not train what a lost worker has left"
+            if topology.asks_elastic:
+                raise UsageError(f"{why}: remove [job] elastic and restarts")
+            await self.context.membership.need_all(why)
         exchange = make_exchange(self.context, self.members, whole_updates=True)
         part = Participant(
             self.context,

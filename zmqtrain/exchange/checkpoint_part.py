@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 
 from zmqtrain.errors import CheckpointError, WireError, ZmqTrainError
+from zmqtrain.membership.touch import repeated
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.wire.dtypes import dtype_named
 from zmqtrain.wire.payload import Payload, Value
@@ -68,7 +69,11 @@ async def send_part(
     The checkpoint of the step is complete once all roles' parts are there (`wait_committed`). Raises `PeerTimeoutError`,
     `PeerLostError`, or the `CheckpointError` with which the coordinator answers.
     """
-    await _send(endpoint, (SAVE, step, name), tensors, sidecar, WRITTEN, coordinator, timeout_s)
+
+    async def send() -> None:
+        await _send(endpoint, (SAVE, step, name), tensors, sidecar, WRITTEN, coordinator, timeout_s)
+
+    await repeated(endpoint, coordinator, send, of_another=True)
 
 
 async def send_alone(
@@ -82,7 +87,11 @@ async def send_alone(
     coordinator: PeerId = COORDINATOR,
 ) -> None:
     """Like `send_part`, for a model that belongs to no checkpoint."""
-    await _send(endpoint, (ALONE, step, name), tensors, sidecar, ALONE_WRITTEN, coordinator, timeout_s)
+
+    async def send() -> None:
+        await _send(endpoint, (ALONE, step, name), tensors, sidecar, ALONE_WRITTEN, coordinator, timeout_s)
+
+    await repeated(endpoint, coordinator, send, of_another=True)
 
 
 async def _send(
@@ -107,14 +116,22 @@ async def _send(
 async def wait_committed(endpoint: Endpoint, step: int, *, timeout_s: float, coordinator: PeerId = COORDINATOR) -> bool:
     """Wait until all parts of the step's checkpoint are there and it has its final name. Returns whether it was kept: False if the
     disk did not take it, and the run is to go on without. Raises `CheckpointError` if it was given up for another reason."""
-    return (await endpoint.request(coordinator, COMMITTED, step, timeout=timeout_s)).meta is True
+
+    async def ask() -> bool:
+        return (await endpoint.request(coordinator, COMMITTED, step, timeout=timeout_s)).meta is True
+
+    return await repeated(endpoint, coordinator, ask)
 
 
 async def send_nothing(
     endpoint: Endpoint, name: str, sidecar: Mapping[str, Value], *, timeout_s: float, coordinator: PeerId = COORDINATOR
 ) -> None:
     """Announce that this role's part of every checkpoint is empty, and is represented by ``sidecar``."""
-    await endpoint.request(coordinator, NOTHING, name, dict(sidecar), timeout=timeout_s)
+
+    async def announce() -> None:
+        await endpoint.request(coordinator, NOTHING, name, dict(sidecar), timeout=timeout_s)
+
+    await repeated(endpoint, coordinator, announce)
 
 
 async def fetch_part(

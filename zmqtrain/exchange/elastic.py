@@ -14,14 +14,15 @@ planned, without the lost members::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from zmqtrain.collectives.group import Group
+from zmqtrain.data.slots import Slot, SlotPlan
 from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ViewChangedError
 from zmqtrain.events import Recorder
-from zmqtrain.exchange.members import Change, T, group_of
+from zmqtrain.exchange.members import Change, Prepare, T, group_of
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
@@ -59,6 +60,7 @@ class ElasticMembers:
     """Implements `zmqtrain.exchange.members.Members`. Make it before the first step."""
 
     survives = True
+    slots: SlotPlan | None = None
 
     def __init__(
         self, endpoint: Endpoint, membership: Membership, workers: tuple[PeerId, ...], timeouts: Timeouts, *, recorder: Recorder
@@ -69,6 +71,7 @@ class ElasticMembers:
         self._recorder = recorder
         here = self._living(membership.view)
         mine = membership.view.members[endpoint.peer].incarnation
+        self._life = (endpoint.peer, mine)
         late = {peer: here.get(peer, mine) for peer in workers if peer in here or peer == endpoint.peer}
         first = late if membership.late else {peer: here.get(peer, 0) for peer in workers}
         self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # first step; members and their incarnations
@@ -77,6 +80,7 @@ class ElasticMembers:
         self._agreement: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._changes: list[Change] = []
+        self._prepare: Prepare | None = None
         self._viewed = asyncio.Event()
         self._groups: dict[str, Group] = {}
         self._commits: Commits | None = None
@@ -87,6 +91,17 @@ class ElasticMembers:
 
     def at(self, step: int) -> tuple[PeerId, ...]:
         return tuple(self._plan(step)[1])
+
+    def slot(self, step: int) -> Slot | None:
+        return None if self.slots is None else self.slots.slot(step, self._life)
+
+    def turn(self, step: int) -> Slot | None:
+        return None if self.slots is None else self.slots.turn(step, self._life)
+
+    def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
+        if self.slots is None:
+            self.slots = SlotPlan(list(self._plan(0)[1].items()), since=since, first=first, left=[Slot(number) for number in left])
+        return self.slots
 
     def there(self, peer: PeerId, step: int) -> bool:
         member = self._membership.view.members.get(peer)
@@ -113,18 +128,43 @@ class ElasticMembers:
         await self._membership.ready()
         if self._agreement is None:
             self._begin_agreement()
-        await self._settled()
+        await self.settled()
         first = self._plans[-1][0]
         self._begun = self._first = first
         self._on_view(self._membership.view)  # which may have changed in the meantime
         return first
 
     async def release(self, step: int) -> None:
-        await self._settled()
+        await self.settled()
         self._begun = step
+
+    async def begin(self, step: int, due: Callable[[], bool]) -> bool:
+        await self.settled()
+        if not due():
+            return False
+        self._begun = max(self._begun, step)
+        return True
 
     def on_change(self, change: Change) -> None:
         self._changes.append(change)
+
+    def before_change(self, prepare: Prepare) -> None:
+        self._prepare = prepare
+
+    async def all_trained(self, step: int, more: Callable[[], bool]) -> int | None:
+        await self.settled()
+        if more():
+            return None
+        view = self._membership.view
+        living = self._living(view)
+        if living != self._plans[-1][1]:  # the agreement about that begins at once
+            await asyncio.sleep(0)
+            return None
+        try:
+            return await self._membership.agree("trained", step, tuple(living), version=view.version)
+        except (PeerLostError, ViewChangedError) as error:
+            await self._newer(view, {}, (), error)
+            return None
 
     async def together(self, name: str, step: int, run: Callable[[Group], Awaitable[T]]) -> T:
         since, planned = self._plan(max(0, step - 1))
@@ -189,8 +229,7 @@ class ElasticMembers:
         if self._error is None:
             self._on_view(self._membership.view)  # which may have changed at the last moment
 
-    async def _settled(self) -> None:
-        """Wait until the members are known. Raises the error that prevents it."""
+    async def settled(self) -> None:
         while self._agreement is not None:
             await asyncio.wait({self._agreement})
             await asyncio.sleep(0)  # lets the callbacks of its end run first
@@ -210,6 +249,8 @@ class ElasticMembers:
                 await self._newer(view, {}, (), error)
                 continue
             step = newest + 1
+            if self._prepare is not None:
+                step = await self._prepare(step, living)
             self._plans.append((step, living))
             if self._commits is not None:
                 self._commits.decide(decision)
@@ -239,22 +280,25 @@ class ElasticMembers:
         self, view: View, planned: Mapping[PeerId, int], members: tuple[PeerId, ...], error: ConnectivityError
     ) -> None:
         """Wait for the view that says which members were lost."""
-        try:
-            async with asyncio.timeout(self._timeouts.lost_s + self._timeouts.request_s):
-                while True:
-                    self._viewed.clear()
-                    now = self._membership.view
-                    here = self._living(now)
-                    changed = (
-                        now.version > view.version if not planned else any(here.get(peer) != planned[peer] for peer in members)
-                    )
-                    if changed:
-                        return
-                    await self._viewed.wait()
-        except PeerTimeoutError:
-            raise
-        except TimeoutError:
-            raise error from None
+        while True:
+            was_away = self._membership.away
+            try:
+                async with asyncio.timeout(self._timeouts.lost_s + self._timeouts.request_s):
+                    while True:
+                        self._viewed.clear()
+                        now = self._membership.view
+                        here = self._living(now)
+                        changed = (
+                            now.version > view.version if not planned else any(here.get(peer) != planned[peer] for peer in members)
+                        )
+                        if changed:
+                            return
+                        await self._viewed.wait()
+            except PeerTimeoutError:
+                raise
+            except TimeoutError:
+                if not was_away and not self._membership.away:  # a coordinator that is away tells nobody who was lost
+                    raise error from None
 
     def _group(self, members: tuple[PeerId, ...], name: str) -> Group:
         group = self._groups.get(name)

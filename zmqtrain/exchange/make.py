@@ -13,10 +13,12 @@ from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.membership.context import RoleContext
 
 
-def make_members(context: RoleContext) -> Members:
-    """The workers that take part in the training."""
+def make_members(context: RoleContext, *, script: bool = False) -> Members:
+    """The workers that take part in the training. ``script``: in a loop of the user's own, which does not train what others have
+    left."""
     workers = tuple(worker.peer for worker in context.placement.workers)
-    if context.topology.elastic and context.membership is not None:
+    elastic = context.topology.elastic and not (script and context.topology.exchange.kind == "model_server")
+    if elastic and context.membership is not None:
         return ElasticMembers(context.endpoint, context.membership, workers, context.timeouts, recorder=context.recorder)
     return FixedMembers(context.endpoint, workers, timeout_s=context.timeouts.barrier_s)
 

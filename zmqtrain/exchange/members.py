@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from zmqtrain.collectives.group import Group
+from zmqtrain.data.slots import Slot, SlotPlan
 from zmqtrain.net.endpoint import Endpoint, PeerId
 
 T = TypeVar("T")
 
 #: Called when others take part from a step on: with the step, and all workers that then take part.
 Change = Callable[[int, tuple[PeerId, ...]], None]
+#: Prepares a change of the members, which all have agreed on, for a step: gets the step and the processes (incarnations) that take
+#: part from there on. Returns the step from which they do; the same on all members, and not before the given one.
+Prepare = Callable[[int, Mapping[PeerId, int]], Awaitable[int]]
 
 
 class Members(Protocol):
@@ -21,9 +25,24 @@ class Members(Protocol):
     """Whether the others continue after the loss of a member. If not, a loss ends the run."""
     late: bool
     """Whether this worker joins a run that has already begun."""
+    slots: SlotPlan | None
+    """Who trains which batches, if that depends on who was lost. Set by an exchange that knows how far the lost ones have got."""
 
     def at(self, step: int) -> tuple[PeerId, ...]:
         """The workers that train ``step``, by rank."""
+        ...
+
+    def slot(self, step: int) -> Slot | None:
+        """What this worker trains at ``step``, if there are `slots`; ``None``: nothing."""
+        ...
+
+    def turn(self, step: int) -> Slot | None:
+        """As `slot`, but as if training went on for ever. May be called in any thread."""
+        ...
+
+    def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
+        """Begin `slots`, if they have not begun: with what is left at ``since`` in a run that is resumed there, if that is not what
+        follows from the step alone."""
         ...
 
     def there(self, peer: PeerId, step: int) -> bool:
@@ -40,6 +59,21 @@ class Members(Protocol):
 
     async def release(self, step: int) -> None:
         """Wait until it is known who trains ``step``. Only afterwards may it begin."""
+
+    async def settled(self) -> None:
+        """Wait until it is known who trains the steps from now on. Raises the error that prevents it."""
+
+    async def begin(self, step: int, due: Callable[[], bool]) -> bool:
+        """As `release`, just before ``step`` begins: it may begin if ``due()`` then says so, which is returned."""
+        ...
+
+    async def all_trained(self, step: int, more: Callable[[], bool]) -> int | None:
+        """This worker has trained up to ``step``, and had no more to do. Wait until that is so of all members. Returns the largest
+        of their steps; ``None`` if others take part from now on, so that there may be ``more()`` to do."""
+        ...
+
+    def before_change(self, prepare: Prepare) -> None:
+        """Call ``prepare`` before each change, and wait for it."""
 
     def on_change(self, change: Change) -> None:
         """Call ``change(step, members)`` whenever it becomes known that other workers train from ``step`` on, before that step may
@@ -61,6 +95,7 @@ class FixedMembers:
 
     survives = False
     late = False
+    slots: SlotPlan | None = None
 
     def __init__(self, endpoint: Endpoint, members: tuple[PeerId, ...], *, timeout_s: float) -> None:
         self._endpoint, self._members, self._timeout_s = endpoint, members, timeout_s
@@ -68,6 +103,15 @@ class FixedMembers:
 
     def at(self, step: int) -> tuple[PeerId, ...]:
         return self._members
+
+    def slot(self, step: int) -> Slot | None:
+        return None
+
+    def turn(self, step: int) -> Slot | None:
+        return None
+
+    def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
+        raise AssertionError("fixed members take the batches that follow from the step")
 
     def there(self, peer: PeerId, step: int) -> bool:
         return True
@@ -79,6 +123,18 @@ class FixedMembers:
         return 0
 
     async def release(self, step: int) -> None:
+        return None
+
+    async def settled(self) -> None:
+        return None
+
+    async def begin(self, step: int, due: Callable[[], bool]) -> bool:
+        return True
+
+    async def all_trained(self, step: int, more: Callable[[], bool]) -> int | None:
+        raise AssertionError("fixed members wait at a barrier")
+
+    def before_change(self, prepare: Prepare) -> None:
         return None
 
     def on_change(self, change: Change) -> None:

@@ -6,12 +6,16 @@ The life of a bucket, while backward and the next forward run::
                  -> replica.parameters_ready
 
 Each worker of a group exchanges only its part of a bucket, so the servers' traffic is one model per group.
+
+With members that survive losses (groups of one worker), `zmqtrain.exchange.server_changes` tells servers who takes part from which
+step on; a worker that comes late then gets the parameters for its first step from them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,21 +25,24 @@ from torch import Tensor
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
 from zmqtrain.collectives.unreached import Cuts
-from zmqtrain.errors import CheckpointError, ProtocolError
+from zmqtrain.errors import CheckpointError, PeerLostError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
-from zmqtrain.exchange.checkpoint_part import kept_payload, pack_manifest, require_like
+from zmqtrain.exchange.checkpoint_part import copy_of_received, kept_payload, pack_manifest, require_like, unpack_manifest
 from zmqtrain.exchange.clip import GroupClip, square
 from zmqtrain.exchange.context import ExchangeContext
+from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.optimizer import require_elementwise
 from zmqtrain.exchange.pieces import Piece
+from zmqtrain.exchange.server_changes import ServerChanges, base_value
 from zmqtrain.exchange.server_messages import (
     BucketDescription,
     Configuration,
     PushMeta,
     ReadMeta,
     differing,
+    entered_tag,
     initial_tag,
     kept_label,
     parameters_tag,
@@ -52,6 +59,9 @@ from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
 
+#: The request for what a worker has beside its parameters.
+BESIDE = "model_server.beside"
+
 
 class ModelServerExchange:
     """Implements `zmqtrain.exchange.base.Exchange` with servers that hold the parameters and run the optimizer.
@@ -59,12 +69,31 @@ class ModelServerExchange:
     An error of the exchange wakes the replica (`Replica.abort`), and the next `end_step` or `settle` raises it.
     """
 
-    def __init__(self, endpoint: Endpoint, settings: ModelServerSettings, *, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        settings: ModelServerSettings,
+        *,
+        recorder: Recorder | None = None,
+        members: Members | None = None,
+    ) -> None:
+        """``members``: given if they survive losses."""
+        self._members: Members | None = members
+        self._changes: ServerChanges | None = None
+        self._torn: tuple[tuple[int, int], ...] = ()
+        self._life: int | None = None
+        self._asked: list[PeerId] = []  # late workers that want to begin with what this one has beside its parameters
+        self._rests = False  # it trains no step now
         self._endpoint = endpoint
         self._settings = settings
         self._recorder: Recorder = recorder or NullRecorder()
-        members = settings.groups[settings.group]
-        self._group = Group(endpoint, members, settings.position, f"model_server/{settings.group}", timeout_s=settings.barrier_s)
+        self._group = Group(
+            endpoint,
+            settings.groups[settings.group],
+            settings.position,
+            f"model_server/{settings.group}",
+            timeout_s=settings.barrier_s,
+        )
         self._judges = self._group
         if settings.policy == "sync":
             all_workers = tuple(peer for group in settings.groups for peer in group)
@@ -96,7 +125,8 @@ class ModelServerExchange:
         settings = ModelServerSettings.of(worker.topology, worker.placement, worker.role, worker.timeouts)
         if not context.scaled:
             settings = replace(settings, judges=False)
-        return cls(worker.endpoint, settings, recorder=worker.recorder)
+        members = context.members if context.members.survives else None
+        return cls(worker.endpoint, settings, recorder=worker.recorder, members=members)
 
     @property
     def synchronous(self) -> bool:
@@ -115,7 +145,7 @@ class ModelServerExchange:
         """Whether the servers' parameters may change between two steps of a group."""
         return not self.synchronous and len(self._settings.groups) > 1
 
-    async def start(self, replica: Replica, *, restored: bool = False) -> None:
+    async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         """Configure the servers (worker 0), give them the first values unless ``restored``, and read what they hold."""
         settings = self._settings
         restored = restored and self._resumed is None
@@ -126,6 +156,7 @@ class ModelServerExchange:
         require_elementwise(self._base)
         if settings.group == settings.position == 0:
             self._recorder.event("momentum", **self._compensation.describe(given))
+        late = self._take_part()
         numbers = _numbers(replica.buckets)
         rises = tuple(map(self._compensation.rise, given.groups))
         configuration = replace(
@@ -139,15 +170,80 @@ class ModelServerExchange:
             if bucket.starts and isinstance(bucket.gradients, TensorPayload):
                 self._cuts[bucket.index] = Cuts(bucket.starts, [piece.start for piece in own], bucket.gradients.tensor.dtype)
             self._mine[bucket.index] = [piece for piece in own if piece.position == settings.position]
-            if settings.group == 0 and settings.position == configuration.buckets[number].first and not restored:
+            first = settings.group == 0 and settings.position == configuration.buckets[number].first
+            if first and not restored and not late:
                 self._first[bucket.index] = own
+        if late and self._members is not None:
+            # Before the others wait for this worker in their steps: then they would not come to answer.
+            await self._take_beside(self._members, replica)
+            first_step = await self._members.join()
+            await together(*(self._read_entered(bucket) for bucket in replica.buckets))
+            for bucket in replica.buckets:
+                replica.parameters_ready(bucket)
+            return first_step
         starting = [self._ask_servers("configure", configuration.to_value())] if settings.group == settings.position == 0 else []
         await together(*(self._read_initial(bucket) for bucket in replica.buckets), self._send_initial(replica), *starting)
         for bucket in replica.buckets:
             replica.parameters_ready(bucket)
+        return None
+
+    def _take_part(self) -> bool:
+        """If workers may be lost: follow who takes part. Returns whether this worker comes late."""
+        members, settings = self._members, self._settings
+        if members is None:
+            return False
+        self._changes = ServerChanges(
+            self._endpoint, settings.servers, members, timeout_s=settings.barrier_s, recorder=self._recorder
+        )
+        self._life = members.incarnation(self._endpoint.peer, 0)
+        self._endpoint.serve(BESIDE, self._on_beside)
+        return members.late
+
+    async def _take_beside(self, members: Members, replica: Replica) -> None:
+        """Begin with what another worker has beside its parameters (the model's buffers), if there is one that has begun."""
+        for peer in members.at(0):
+            if peer == self._endpoint.peer:
+                continue
+            with suppress(PeerLostError):
+                answer = await self._endpoint.request(peer, BESIDE, timeout=self._settings.barrier_s)
+                if answer.meta is not True:
+                    continue
+                listed, about = unpack_manifest(await self._received_beside(peer, (BESIDE,)))
+                tensors = {
+                    name: copy_of_received(await self._received_beside(peer, (BESIDE, name)), shape) for name, _, shape in listed
+                }
+                await replica.take_beside(tensors, about)
+                return
+
+    async def _received_beside(self, peer: PeerId, tag: Tag) -> Payload:
+        async with in_time(peer, "the buffers of its model", self._settings.barrier_s):
+            return await self._endpoint.receive(peer, tag)
+
+    async def _on_beside(self, caller: PeerId) -> Value:
+        if not self._versions:  # it has not begun itself
+            return False
+        if self._rests:
+            await self._give_beside([caller])
+        else:  # at the end of the step
+            self._asked.append(caller)
+        return True
+
+    async def _give_beside(self, peers: Sequence[PeerId]) -> None:
+        tensors, values = await self._replica_started().beside()
+        for peer in peers:
+            with suppress(PeerLostError):
+                await self._endpoint.send(peer, (BESIDE,), pack_manifest(tensors, values))
+                for name, payload in tensors.items():
+                    await self._endpoint.send(peer, (BESIDE, name), payload)
 
     def begin_step(self, step: int) -> None:
         assert self._replica is not None, "start() comes first"
+        self._rests = False
+        if self._members is not None:
+            slot = self._members.slot(step)
+            assert slot is not None, f"step {step} has no batch for this worker"
+            self._torn = slot.torn
+            self._recorder.audit("takes", step=step, slot=slot.number)
         assert self._base is not None
         self._under_way.begin(step, len(self._replica.buckets))
         # Read now, since a schedule may change them before the last bucket is pushed.
@@ -169,6 +265,9 @@ class ModelServerExchange:
         await self._under_way.all_added()
         if not self._settings.overlap:
             await self.settle()
+        if self._asked:
+            asked, self._asked = self._asked, []
+            await self._give_beside(asked)
 
     async def settle(self) -> None:
         await self._under_way.settle()
@@ -181,7 +280,8 @@ class ModelServerExchange:
         """Read the parameters of one moment. For its next step a group reads buckets at different moments, while others push, so it
         reads once more here. That is not needed in synchronous training; with snapshots only for what is kept a moment later."""
         settings = self._settings
-        if settings.group != 0 or not (last or (self.moves and (kept is not None or not settings.snapshot))):
+        mine = settings.group == 0 or self._members is not None  # then whoever asks is the one that reads
+        if not mine or not (last or (self.moves and (kept is not None or not settings.snapshot))):
             return
         if kept is not None:
             label = kept_label(kept)
@@ -192,17 +292,24 @@ class ModelServerExchange:
         raise AssertionError("model servers have no center")
 
     async def leave(self) -> None:
+        self._rests = True
+        if self._asked:
+            asked, self._asked = self._asked, []
+            await self._give_beside(asked)
         if self._replica is not None:
-            await self._ask_servers("left")
+            plan = None if self._members is None else self._members.slots
+            await self._ask_servers("left", *([] if plan is None else [plan.eras[-1].since]))
 
     async def stop(self) -> None:
         """Tell the servers that this worker has finished. Call `settle` first; pending transfers are abandoned, so that a run that
         stops early waits for no other worker."""
         await self._under_way.cancel()
         self._arithmetic.close()
+        if self._members is not None:
+            await self._members.stop()
         if self._replica is None:
             return
-        await self._ask_servers("finished")
+        await self._ask_servers("finished", *([] if self._life is None else [self._life]))
 
     def staleness(self) -> Sequence[int]:
         result, self._staleness = self._staleness, []
@@ -245,6 +352,7 @@ class ModelServerExchange:
             resumed=None if self._resumed is None else self._resumed[1],
             horizon=self._compensation.horizon,
             phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
+            elastic=None if self._members is None or self._members.slots is None else base_value(self._members.slots),
         )
 
     def _take_back_unsent(self, replica: Replica, numbers: Sequence[int], cut: Sequence[Piece]) -> None:
@@ -286,6 +394,12 @@ class ModelServerExchange:
             self._note(piece, await self._receive(piece, initial_tag(piece.index), into))
         await all_gather(bucket.sharers(self._group), bucket.parameters, ("initial", bucket.index), priority=bucket.index)
 
+    async def _read_entered(self, bucket: Bucket) -> None:
+        assert self._life is not None
+        for piece in self._mine[bucket.index]:
+            into = bucket.parameters.part(piece.start, piece.stop)
+            self._note(piece, await self._receive(piece, entered_tag(piece.index, self._life), into))
+
     async def _read_shown(self, bucket: Bucket, label: str) -> None:
         for piece in self._mine[bucket.index]:
             into = bucket.parameters.part(piece.start, piece.stop)
@@ -302,13 +416,20 @@ class ModelServerExchange:
 
     def _begin(self, bucket: Bucket, step: int) -> Coroutine[Any, Any, None]:
         # The step's values are passed along: the next step may begin before this exchange pushes its gradients.
-        return self._exchange(bucket, step, self._changed[bucket.parameter_group], self._clip)
+        return self._exchange(bucket, step, self._changed[bucket.parameter_group], self._clip, self._torn)
 
     def _abort(self, error: BaseException) -> None:
         if self._replica is not None:
             self._replica.abort(error)
 
-    async def _exchange(self, bucket: Bucket, step: int, changed: Mapping[str, Value] | None, clip: GroupClip | None) -> None:
+    async def _exchange(
+        self,
+        bucket: Bucket,
+        step: int,
+        changed: Mapping[str, Value] | None,
+        clip: GroupClip | None,
+        torn: tuple[tuple[int, int], ...],
+    ) -> None:
         assert self._replica is not None
         name, recorder, group = f"bucket {bucket.index}", self._recorder, bucket.sharers(self._group)
         if group.size > 1:
@@ -318,21 +439,28 @@ class ModelServerExchange:
         mine = self._mine[bucket.index]
         with recorder.span(f"exchange {name}", "receive", step=step):
             if len(mine) == 1:
-                await self._exchange_piece(bucket, mine[0], step, changed, passed_over)
+                await self._exchange_piece(bucket, mine[0], step, changed, passed_over, torn)
             else:
-                await together(*(self._exchange_piece(bucket, piece, step, changed, passed_over) for piece in mine))
+                await together(*(self._exchange_piece(bucket, piece, step, changed, passed_over, torn) for piece in mine))
         if group.size > 1:
             with recorder.span(f"all_gather {name}", "receive", step=step):
                 await all_gather(group, bucket.parameters, ("parameters", bucket.index, step), priority=bucket.index)
         self._replica.parameters_ready(bucket)
 
     async def _exchange_piece(
-        self, bucket: Bucket, piece: Piece, step: int, changed: Mapping[str, Value] | None, passed_over: bool
+        self,
+        bucket: Bucket,
+        piece: Piece,
+        step: int,
+        changed: Mapping[str, Value] | None,
+        passed_over: bool,
+        torn: tuple[tuple[int, int], ...],
     ) -> None:
         """Push a gradient and read the parameters that answer it. The answer proves that the gradient has arrived, so its memory
         is free afterwards. ``passed_over``: no server may use it for an update."""
         gradient: Payload = bucket.gradients.part(piece.start, piece.stop)
-        gradient.meta = PushMeta(self._settings.group, self._versions[piece.index], changed, passed_over).to_value()
+        version = self._versions[piece.index]
+        gradient.meta = PushMeta(self._settings.group, version, changed, passed_over, self._life, torn).to_value()
         server = self._settings.servers[piece.server]
         message = gradient
         if self._compressor is not None and not passed_over:
@@ -350,6 +478,7 @@ class ModelServerExchange:
         what = {
             "parameters": f"the parameters of piece {piece.index} for step {tag[-1]}",
             "shown": f"the parameters ({tag[-1]})",
+            "entered": "the parameters for its first step",
         }.get(str(tag[0]), "the initial parameters")
         async with in_time(server, what, self._settings.barrier_s):
             return await self._endpoint.receive(server, tag, into=into)

@@ -17,6 +17,10 @@ shown                 server to group 0        ``("shown", piece, label)``      
 finished (request)    worker to servers        ``finished``                                   this worker needs no server
 order                 server 0 to servers      ``("order",)``                                 snapshots: what comes next
 norm                  server to servers        ``("norm", number)``                           clipping: sum of squares
+members (request)     worker to servers        ``members``                                    elastic: who is there, how far others
+change (request)      worker to servers        ``change``                                     elastic: a step, and its members
+history (request)     worker to server 0       ``history``                                    elastic: all changes so far
+entered               server to worker         ``("entered", piece, incarnation)``            values for a worker's first step
 ====================  =======================  =============================================  ==============================
 
 Servers hold no user code: everything they need is in the `Configuration`.
@@ -106,6 +110,9 @@ class Configuration:
     values: the run resumes a checkpoint whose pieces were others."""
     phantom: bool = False
     """Only sizes are sent (`zmqtrain.wire.phantom`): servers hold no values and compute nothing."""
+    elastic: Value = None
+    """If workers may be lost: which processes the run begins with, and with which data
+    (`zmqtrain.exchange.server_changes.base_value`)."""
 
     def pieces(self) -> tuple[Piece, ...]:
         """The model divided into pieces."""
@@ -157,9 +164,16 @@ class PushMeta:
     """Hyperparameters of the optimizer that differ from the configuration at this step, if any."""
     passed_over: bool = False
     """Skip the update because the gradient was not finite. It counts as an update that changes nothing."""
+    life: int | None = None
+    """If workers may be lost: which of the worker's processes pushes (its incarnation)."""
+    torn: tuple[tuple[int, int], ...] = ()
+    """The lives that were lost while they trained this batch, and their steps (`zmqtrain.data.slots.Slot`)."""
 
     def to_value(self) -> Value:
         head: list[Value] = [self.group, self.version]
+        if self.life is not None:
+            torn: list[Value] = [[life, step] for life, step in self.torn]
+            return [*head, dict(self.hyperparameters or {}), self.passed_over, self.life, torn]
         if self.passed_over:
             return [*head, dict(self.hyperparameters or {}), True]
         return [*head, dict(self.hyperparameters)] if self.hyperparameters else head
@@ -174,6 +188,8 @@ class PushMeta:
                 return cls(group, version, hyperparameters)
             case [int(group), int(version), dict(hyperparameters), True]:
                 return cls(group, version, hyperparameters, True)
+            case [int(group), int(version), dict(hyperparameters), bool(passed_over), int(life), [*torn]]:
+                return cls(group, version, hyperparameters or None, passed_over, life, tuple(map(_life_of, torn)))
         raise ProtocolError(f"the header of a push is {value!r:.100}; it must have group, version and hyperparameters")
 
 
@@ -196,6 +212,17 @@ class ReadMeta:
             case [int(version), int(staleness)]:
                 return cls(version, staleness)
         raise ProtocolError(f"the header of parameters is {value!r:.100}; it must have version and staleness")
+
+
+def _life_of(row: object) -> tuple[int, int]:
+    match row:
+        case [int(life), int(step)]:
+            return life, step
+    raise ProtocolError(f"the header of a push names {row!r:.60} as a lost process; it must have an incarnation and a step")
+
+
+def entered_tag(piece: int, incarnation: int) -> Tag:
+    return ("entered", piece, incarnation)
 
 
 def initial_tag(piece: int) -> Tag:

@@ -16,8 +16,11 @@ from zmqtrain.net.settings import NetSettings
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.topology.timeouts import Timeouts
+from zmqtrain.wire.payload import Value
 
 GROUP = "zmqtrain.engines"
+#: The exit code of an agent of which only the end is known.
+UNKNOWN_EXIT = 255
 
 
 @runtime_checkable
@@ -76,6 +79,25 @@ class RemoteEngine(Engine, Protocol):
 
     async def close(self) -> None:
         """Called after the last agent has been stopped, and also if `open` failed."""
+
+
+@runtime_checkable
+class LastingEngine(Engine, Protocol):
+    """An engine whose agents can outlive the launcher, so that another one takes over."""
+
+    def trace(self, handle: Handle) -> Value:
+        """What another launcher needs to find the agent, as a plain value without secrets."""
+        ...
+
+    async def adopt(self, run: EngineRun, traces: Mapping[str, Value], sizes: Mapping[str, int]) -> Mapping[str, Handle]:
+        """Called instead of `open` and `start`: find the agents that another launcher has started, by host name. Those that have
+        ended are left out. ``sizes``: how far the files of the run directory had come.
+
+        Raises `HostLostError` if hosts cannot be reached."""
+        ...
+
+    async def close(self) -> None:
+        """Called after the last agent has been stopped, and also if `adopt` failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,12 @@ import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 
+from zmqtrain.launcher.adopted import AdoptedHandle, process_of, trace_of
 from zmqtrain.launcher.engine import EngineRun, Gathered, Gathering, Handle
 from zmqtrain.launcher.forkserver import ADOPTED
 from zmqtrain.launcher.zygote import Zygote
 from zmqtrain.topology.schema import Host
+from zmqtrain.wire.payload import Value
 
 #: The variable that tells an agent which process it must not outlive.
 PARENT = "ZMQTRAIN_PARENT_PID"
@@ -30,7 +32,9 @@ class LocalHandle:
 class LocalEngine:
     """Agents as child processes, in sessions of their own so that Ctrl-C reaches the launcher alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, outlive: bool = False) -> None:
+        """``outlive``: the agents outlive the launcher; otherwise they end with it."""
+        self.outlive = outlive
         self._zygote: Zygote | None = None
 
     @asynccontextmanager
@@ -43,7 +47,9 @@ class LocalEngine:
                 self._zygote = None
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> LocalHandle:
-        variables = {**os.environ, **environ, PARENT: str(os.getpid())}
+        variables = {**os.environ, **environ}
+        if not self.outlive:
+            variables[PARENT] = str(os.getpid())
         with ExitStack() as stack:
             inherited: tuple[int, ...] = ()
             if self._zygote is not None:
@@ -54,7 +60,21 @@ class LocalEngine:
             )
         return LocalHandle(process)
 
+    def trace(self, handle: Handle) -> Value:
+        assert isinstance(handle, LocalHandle)
+        return trace_of(handle.process.pid) if handle.process.returncode is None else None
+
+    async def adopt(self, run: EngineRun, traces: Mapping[str, Value], sizes: Mapping[str, int]) -> Mapping[str, Handle]:
+        found = {host: process_of(trace) for host, trace in traces.items()}
+        return {host: AdoptedHandle(process) for host, process in found.items() if process is not None}
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
     async def stop(self, handle: Handle, grace: float) -> None:
+        if isinstance(handle, AdoptedHandle):
+            await handle.stop(grace)
+            return
         assert isinstance(handle, LocalHandle)
         process = handle.process
         if grace > 0:
@@ -79,7 +99,8 @@ class LocalHosts:
         return Gathered(gathering.topology, {}, port=gathering.topology.job.port)
 
     async def open(self, run: EngineRun) -> None:
-        if run.agents:
+        # Fork servers with a common import end with the launcher; agents that outlive it have fork servers of their own.
+        if run.agents and not self._engine.outlive:
             await self._stack.enter_async_context(self._engine.forking())
 
     async def close(self) -> None:

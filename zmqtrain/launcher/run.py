@@ -13,16 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from zmqtrain.errors import UsageError, ZmqTrainError
+from zmqtrain.errors import PortInUseError, UsageError, ZmqTrainError
+from zmqtrain.launcher.continued import Leadership, NothingLeftError, port_taken
 from zmqtrain.launcher.detached import leave_terminal
 from zmqtrain.launcher.emulate import Emulation
-from zmqtrain.launcher.engine import Engine, Gathered, Gathering
+from zmqtrain.launcher.engine import UNKNOWN_EXIT, Engine, Gathered, Gathering
 from zmqtrain.launcher.fleet import Fleet, engine_for, gathered_hosts
 from zmqtrain.launcher.signals import wanted_on_sigterm
 from zmqtrain.membership.actions import Outcome
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.membership.description import RunDescription
+from zmqtrain.net.address import without_key
+from zmqtrain.net.node import Node
+from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.live import View
 from zmqtrain.observe.run_directory import RunDirectory
@@ -32,10 +36,11 @@ from zmqtrain.run.assembly import Assembly, Listeners
 from zmqtrain.run.ending import Ending, ending_of
 from zmqtrain.run.preemption import INTERRUPTED, Preemption
 from zmqtrain.run.record import RunRecord
-from zmqtrain.run.report import report_of
+from zmqtrain.run.report import headline, report_of
 from zmqtrain.topology.cautions import cautions
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
+from zmqtrain.world import wall_s
 
 
 class Launch:
@@ -50,10 +55,12 @@ class Launch:
         emulation: Emulation | None = None,
         engine: Engine | None = None,
         sinks: FanOut | None = None,
+        leadership: Leadership | None = None,
     ) -> None:
         """``emulation``: put all hosts on this machine, with a network like the file's. The event loop must have the same dilation.
         ``engine``: what starts the agents; by default the engine that the topology names. If it gathers the hosts first, those of
-        the description are not final. ``sinks``: where figures go besides the run directory.
+        the description are not final. ``sinks``: where figures go besides the run directory. ``leadership``: of a run whose
+        processes outlive this launcher. If it continues another launcher's, nothing is started: what is there is taken over.
         """
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
@@ -61,9 +68,10 @@ class Launch:
         self._emulation, self._engine = emulation, engine if emulation is None else None
         self._sinks = FanOut() if sinks is None else sinks
         world: Literal["real", "emulated"] = "real" if emulation is None else "emulated"
-        self._record = RunRecord(description, directory, view, world=world, sinks=self._sinks)
+        self._record = RunRecord(description, directory, view, world=world, sinks=self._sinks, lasting=leadership is not None)
         self._facts: dict[str, object] = {}  # for the summary
         self._token = secrets.token_hex(16)
+        self._leadership = leadership
         self._interrupts = 0
         self._stopped = False  # by `halt`
         self._assembly: Assembly | None = None
@@ -78,9 +86,15 @@ class Launch:
             self._assembly.halt(reason)
 
     async def run(self) -> int:
-        """Start everything, wait until it has ended, and write the run directory. Returns the exit code."""
-        loop = asyncio.get_running_loop()
+        """Start everything, wait until it has ended, and write the run directory. Returns the exit code.
+
+        Raises `NothingLeftError` if it was to take over a run of which nothing is left."""
+        loop, leadership = asyncio.get_running_loop(), self._leadership
         began = loop.time()
+        if leadership is not None:
+            leadership.follow(self._directory)
+            if leadership.continues:
+                began -= wall_s() - float(leadership.launch["began"])
         self._view.begin(self._record.title())
         with self._signals(loop):
             self._life = asyncio.create_task(self._live(), name="run")
@@ -88,28 +102,58 @@ class Launch:
                 ending = await self._life
             except asyncio.CancelledError:
                 ending = Ending("interrupted", INTERRUPTED)
+            except NothingLeftError:
+                self._view.end()
+                self._sinks.end("failed", {})
+                if leadership is not None:
+                    leadership.journal.close()
+                raise
             except (ZmqTrainError, ExceptionGroup) as error:
                 report = report_of(error, "launcher")
                 ending = Ending("failed", report["exit_code"], report)
         self._view.end()
+        untouched = leadership is not None and leadership.continues and self._assembly is None
+        if ending.error is not None and (untouched or self._superseded):
+            # The run goes on: with another launcher, or until one takes it over.
+            self._sinks.end(ending.status, {})
+            print(f"\n{headline(ending.error)}", file=sys.stderr, flush=True)
+            if leadership is not None:
+                leadership.journal.close()
+            return ending.exit_code
         self._record.write_up(ending, loop.time() - began, self._facts)
+        if leadership is not None:
+            leadership.journal.remove()
+            leadership.journal.close()
         (self._directory.path / "pid").unlink(missing_ok=True)
         return self._record.exit_code(ending)
+
+    @property
+    def _superseded(self) -> bool:
+        """Whether another launcher leads the run."""
+        return self._assembly is not None and self._assembly.coordinator.superseded
 
     async def _live(self) -> Ending:
         await self._begin_sinks()
         async with AsyncExitStack() as stack:
             gathering = Gathering(self._topology, self._directory.path, self._record.note, self._busy_hosts())
-            engine = self._engine or engine_for(self._topology, self._emulation)
+            leadership = self._leadership
+            engine: Engine
+            if leadership is not None and leadership.continues:
+                engine = leadership.adopting(self._description)
+            else:
+                engine = self._engine or engine_for(self._topology, self._emulation)
             fleet = await stack.enter_async_context(gathered_hosts(engine, gathering, self._token))
             description = self._settle(fleet.gathered)
             encrypted = self._topology.encrypted(emulated=self._emulation is not None)
             self._facts = {**fleet.gathered.facts, "encrypted": encrypted}
-            endpoint = await open_zeromq(COORDINATOR, settings=fleet.settings(encrypted=encrypted))
+            settings = fleet.settings(encrypted=encrypted)
+            endpoint = await _open(leadership, fleet, settings)
             stack.push_async_callback(endpoint.close)
             record, folder = self._record, self._directory.path
             script = self._description.script[0] if self._description.script else None
             await fleet.open(endpoint, self._busy_hosts(), folder, say=record.note, log=record.agent_log, script=script)
+            if leadership is not None and leadership.continues:
+                self._take_up(leadership)
             self._assembly = Assembly(
                 endpoint,
                 description,
@@ -117,12 +161,15 @@ class Launch:
                 model=folder,
                 listeners=Listeners(record.membership_event, record.report, record.checkpoint_event, record.note),
                 preemption=self._preemption,
+                journal=None if leadership is None else leadership.journal,
             )
             # Agents that are left are ended before the endpoint closes.
             stack.push_async_callback(self._stop_agents, fleet)
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(self._assembly.run(), name="coordinator")
                 await fleet.start((sys.executable, "-m", "zmqtrain", "agent"), "agent")
+                if leadership is not None and not leadership.continues:
+                    leadership.started(engine, fleet.handles)
                 outcome = await self._watch(self._assembly.coordinator, running, fleet)
             return self._ending(outcome)
 
@@ -143,18 +190,31 @@ class Launch:
             self._description = replace(self._description, topology=self._topology, placement=self._placement)
             self._record.settle(self._description)
             self._directory.write("topology.toml", self._topology.to_toml())
-        for caution in cautions(self._topology, self._placement, gpus()):  # what the user may not have meant
+        continues = self._leadership is not None and self._leadership.continues
+        for caution in () if continues else cautions(self._topology, self._placement, gpus()):  # what the user may not have meant
             self._record.note(str(caution))
         if gathered.said:
             self._view.note(gathered.said)
         return self._description if gathered.told is None else replace(self._description, topology=gathered.told)
+
+    def _take_up(self, leadership: Leadership) -> None:
+        """Take up what the launcher before has recorded."""
+        self._record.take_up()
+        self._record.event(COORDINATOR, {"kind": "continued", "values": {"epoch": leadership.epoch}})
+        patience_s = self._timeouts.lost_s + self._timeouts.silent_s
+        self._record.note(
+            f"this launcher has taken over (epoch {leadership.epoch}); a host that is silent for {patience_s:g} s is lost"
+        )
 
     def _busy_hosts(self) -> tuple[Host, ...]:
         """The hosts that have roles."""
         return tuple(host for host in self._topology.hosts if self._placement.of_host(host.name))
 
     async def _stop_agents(self, fleet: Fleet) -> None:
-        """End all agents that are left, at once; without a grace time if the user has asked twice to stop."""
+        """End all agents that are left, at once; without a grace time if the user has asked twice to stop. They are another
+        launcher's if one has taken over."""
+        if self._superseded:
+            return
         await fleet.stop(self._timeouts.grace_s if self._interrupts < 2 else 0.0)
 
     async def _watch(self, coordinator: Coordinator, running: asyncio.Task[Outcome], fleet: Fleet) -> Outcome:
@@ -168,9 +228,10 @@ class Launch:
                 for task in done:
                     host = ends.pop(task)  # type: ignore[arg-type]
                     code = task.result()
+                    how = "its agent has ended" if code == UNKNOWN_EXIT else f"its agent ended with exit code {code}"
                     left = f"agent/{host}" not in coordinator.view.members
                     if not (left and coordinator.running.is_set()):
-                        coordinator.host_ended(host, f"its agent ended with exit code {code}")
+                        coordinator.host_ended(host, how)
             return running.result()
         finally:
             for task in ends:
@@ -210,6 +271,22 @@ class Launch:
     def _ending(self, outcome: Outcome) -> Ending:
         ending = ending_of(outcome, stopped=self._record.stopped_at is not None, interrupted=bool(self._interrupts))
         return Ending("stopped", 0) if self._stopped and ending.status == "halted" else ending
+
+
+async def _open(leadership: Leadership | None, fleet: Fleet, settings: NetSettings) -> Node:
+    """The coordinator's endpoint; of a run that was taken over, where its members look for it."""
+    if leadership is None:
+        return await open_zeromq(COORDINATOR, settings=settings)
+    settings = leadership.settings(settings)
+    try:
+        endpoint = await open_zeromq(COORDINATOR, settings=settings)
+    except PortInUseError as error:
+        if leadership.continues:
+            raise port_taken(error, without_key(leadership.launch["address"])) from error
+        raise
+    if not leadership.continues:
+        leadership.listens(endpoint.address, fleet.token, settings)
+    return endpoint
 
 
 def write_pid(directory: RunDirectory) -> None:

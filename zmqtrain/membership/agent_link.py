@@ -30,6 +30,8 @@ class AgentLink:
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
+        self.alone_s = 0.0
+        """For how long the coordinator may be away once all members have joined; 0: not at all."""
         self._alive: set[PeerId] = set()
         self._ended_in: dict[PeerId, int] = {}  # the version of the view at which the last process of a role had ended
 
@@ -90,6 +92,8 @@ class AgentLink:
         """Send heartbeats until the run is over. Raises `PeerLostError` or `PeerTimeoutError` if the coordinator is gone or has
         given up this host: end all roles then."""
         timeouts = self.membership.timeouts
+        self.membership.on_view(self._outlive)
+        self._outlive(self.membership.view)
         while not self.finished.is_set():
             living: list[Value] = [*sorted(self._alive)]
             known = await self.membership._ask("heartbeat", living, timeout=timeouts.lost_s)
@@ -100,6 +104,10 @@ class AgentLink:
                     await self.finished.wait()
             except TimeoutError:
                 continue
+
+    def _outlive(self, view: View) -> None:
+        if view.complete:
+            self.membership.outlive(self.alone_s)
 
     async def leave(self) -> None:
         """Leave the run: this host is done. All its roles must have ended."""

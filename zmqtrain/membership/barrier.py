@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError, UsageError, ViewChangedError
-from zmqtrain.membership.actions import Action, Answer, Refuse, Ticket
+from zmqtrain.membership.actions import Action, Answer, Discard, Refuse, Ticket
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.wire.payload import Value
 
 #: The most open barriers. A training run needs a handful; more means a program that never completes its barriers.
 MOST_BARRIERS = 1024
 #: The longest name of a barrier.
 LONGEST_NAME = 256
+#: The most barriers of which it is remembered that they have opened: a member that asks again, since its answer was lost with the
+#: coordinator, has seen none of them open since.
+MOST_REMEMBERED = 256
 #: An error names at most this many missing members, and counts the rest.
 NAMED_AT_MOST = 8
 
@@ -35,6 +40,8 @@ class Barrier:
     of_all: bool = False
     """Whether it is for all members: those that are lost no longer count."""
     waiting: dict[PeerId, Ticket] = field(default_factory=dict)
+    calls: dict[PeerId, int] = field(default_factory=dict)
+    """The members' numbers of their calls, where they are known."""
     largest: int | None = None
     """The largest value that members have given."""
 
@@ -43,7 +50,9 @@ class Barrier:
         """The members that have not arrived."""
         return [peer for peer in self.members if peer not in self.waiting]
 
-    def arrive(self, peer: PeerId, members: tuple[PeerId, ...], ticket: Ticket, value: int | None) -> list[Action]:
+    def arrive(
+        self, peer: PeerId, members: tuple[PeerId, ...], ticket: Ticket, value: int | None, call: int | None = None
+    ) -> list[Action]:
         """A member has arrived."""
         if self.of_all:
             self.members = members
@@ -53,6 +62,8 @@ class Barrier:
         if peer in self.waiting:
             return [Refuse(ticket, ProtocolError(f"{peer} already waits at the barrier {self.name!r}"))]
         self.waiting[peer] = ticket
+        if call is not None:
+            self.calls[peer] = call
         if value is not None:
             self.largest = value if self.largest is None else max(self.largest, value)
         return self._maybe_open()
@@ -86,6 +97,36 @@ class Barriers:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._open: dict[str, Barrier] = {}
+        self._opened: dict[str, tuple[dict[PeerId, int], int | None]] = {}  # the last time that each opened: calls, largest value
+
+    def opened(self) -> dict[str, Value]:
+        """What those are told that ask again, since they did not get their answer: by barrier."""
+        return {name: [dict(calls), largest] for name, (calls, largest) in self._opened.items()}
+
+    def remember(self, name: str, value: Any) -> None:
+        """Take over an item of `opened`."""
+        calls, largest = value
+        self._opened[name] = dict(calls), largest
+
+    def answered(self, name: str, peer: PeerId, call: int | None, ticket: Ticket) -> list[Action] | None:
+        """The answer to a call that is repeated, since its first answer did not arrive; ``None``: it is no such call."""
+        if call is None:
+            return None
+        calls, largest = self._opened.get(name, ({}, None))
+        if calls.get(peer) == call:
+            return [Answer(ticket, largest, f"{name!r} had opened when {peer} asked first")]
+        barrier = self._open.get(name)
+        if barrier is not None and barrier.calls.get(peer) == call and peer in barrier.waiting:
+            before, barrier.waiting[peer] = barrier.waiting[peer], ticket
+            return [Discard(before, f"{peer} has asked again")]
+        return None
+
+    def _note_opened(self, barrier: Barrier) -> None:
+        if barrier.calls:
+            self._opened.pop(barrier.name, None)
+            self._opened[barrier.name] = dict(barrier.calls), barrier.largest
+            if len(self._opened) > MOST_REMEMBERED:
+                del self._opened[next(iter(self._opened))]
 
     def arrive(
         self,
@@ -98,6 +139,7 @@ class Barriers:
         value: int | None = None,
         version: int | None = None,
         of_all: bool = False,
+        call: int | None = None,
     ) -> list[Action]:
         """A member has reached a barrier; the first one creates it. With a ``value``, all members get the largest value."""
         barrier = self._open.get(name)
@@ -105,9 +147,10 @@ class Barriers:
             if len(self._open) >= MOST_BARRIERS or len(name) > LONGEST_NAME:
                 return [Refuse(ticket, UsageError(f"too many barriers are open ({len(self._open)}), or the name is too long"))]
             barrier = self._open[name] = Barrier(name, members, now + self._timeout_s, self._timeout_s, version, of_all)
-        actions = barrier.arrive(peer, members, ticket, value)
+        actions = barrier.arrive(peer, members, ticket, value, call)
         if not barrier.missing:
             del self._open[name]
+            self._note_opened(barrier)
         return actions
 
     def give_up(self, peer: PeerId, reason: str) -> list[Action]:
@@ -118,6 +161,7 @@ class Barriers:
                 actions += barrier.go_on_without(peer)
                 if barrier.missing:
                     continue
+                self._note_opened(barrier)
             else:
                 actions += barrier.give_up(peer, reason)
             del self._open[barrier.name]

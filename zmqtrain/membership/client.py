@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from zmqtrain.errors import ProtocolError
+from zmqtrain.membership.touch import Touch, repeated
 from zmqtrain.membership.view import View
-from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.net.endpoint import Endpoint, PeerId, Returned
 from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 from zmqtrain.world import random_bits
@@ -46,6 +47,13 @@ class Membership:
         self.halt_reason: dict[str, Any] | None = None
         self.late = False
         """Whether the run was already in progress when this process joined, in place of one that was lost."""
+        self._incarnation = 0
+        self._leader: Value = None  # distinguishes the processes that have been the coordinator
+        self._address = ""
+        self._touch = Touch(timeouts.heartbeat_s, timeouts.lost_s)
+        self._calls = random_bits(48)
+        self._reports = 0
+        self._reporting = asyncio.Lock()  # one at a time: they are numbered in the order of their arrival
         self._callbacks: list[HaltCallback] = []
         self._view_callbacks: list[ViewCallback] = []
         self._left = False
@@ -68,12 +76,39 @@ class Membership:
         endpoint.on_lost(membership._take_lost)
         endpoint.add_peer(COORDINATOR, coordinator_address)
         number = random_bits(63) if incarnation is None else incarnation
+        membership._incarnation, membership._address = number, coordinator_address
         # The coordinator gives up first and says who is missing; this time-out is for a coordinator that does not answer.
         patience = timeouts.join_s + timeouts.lost_s
         answer = await endpoint.request(COORDINATOR, "membership.join", number, endpoint.address, timeout=patience)
         membership.late = isinstance(answer.meta, dict) and answer.meta.get("late") is True
+        membership._leader = answer.meta.get("leader") if isinstance(answer.meta, dict) else None
         membership._newer(View.from_value(answer.meta))
         return membership
+
+    def outlive(self, alone_s: float) -> None:
+        """From now on the coordinator may be away for ``alone_s`` seconds (0: not at all): what it is asked waits, and the one that
+        comes back is asked again. `keep_in_touch` must be running."""
+        if alone_s and not self._touch.alone_s:
+            self._touch.alone_s = alone_s
+            self.endpoint.expect_back(COORDINATOR, self._returned)
+
+    async def keep_in_touch(self) -> None:
+        """Find the way back to the coordinator whenever it was lost. Run it as a task, and cancel it at the end."""
+        await self._touch.run(self._come_back, self._give_up)
+
+    def hurry(self) -> None:
+        """Wait no longer than a moment for a coordinator that is away: this process is about to end."""
+        self._touch.hurry()
+
+    @property
+    def away(self) -> bool:
+        """Whether the coordinator is away at the moment, and expected back."""
+        return self._touch.away
+
+    @property
+    def alone_s(self) -> float:
+        """How long the coordinator may be away, in seconds."""
+        return self._touch.alone_s
 
     @property
     def peer(self) -> PeerId:
@@ -91,7 +126,7 @@ class Membership:
         `PeerLostError` as soon as a member is gone.
         """
         who: Value = None if members is None else list(members)
-        await self._ask("barrier", name, who, timeout=self.timeouts.barrier_s + self.timeouts.lost_s)
+        await self._ask("barrier", name, who, self._next_call(), timeout=self.timeouts.barrier_s + self.timeouts.lost_s)
 
     async def agree(self, name: str, value: int, members: Sequence[PeerId], *, version: int | None = None) -> int:
         """Wait until all ``members`` have called the agreement of this name; all get the largest of their values.
@@ -100,7 +135,8 @@ class Membership:
         missing. ``version``: the agreement is about the view of this version; raises `ViewChangedError` if there is a newer one.
         """
         who: Value = list(members)
-        answer = await self._ask("agree", name, value, who, version, timeout=self.timeouts.barrier_s + self.timeouts.lost_s)
+        patience_s = self.timeouts.barrier_s + self.timeouts.lost_s
+        answer = await self._ask("agree", name, value, who, version, self._next_call(), timeout=patience_s)
         if not isinstance(answer, int):
             raise ProtocolError(f"the coordinator answered the agreement {name!r} with {answer!r:.60}, which is not a number")
         return answer
@@ -110,10 +146,12 @@ class Membership:
         await self._ask("needs_all", reason)
 
     async def report(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Send events (plain values) to the run's record; on return they have arrived."""
-        for start in range(0, len(events), EVENTS_AT_ONCE):
-            batch: list[Value] = [dict(event) for event in events[start : start + EVENTS_AT_ONCE]]
-            await self._ask("report", batch)
+        """Send events (plain values) to the run's record; on return they have arrived, once."""
+        async with self._reporting:
+            for start in range(0, len(events), EVENTS_AT_ONCE):
+                batch: list[Value] = [dict(event) for event in events[start : start + EVENTS_AT_ONCE]]
+                self._reports += 1
+                await self._ask("report", batch, self._incarnation, self._reports)
 
     async def halt(self, reason: Mapping[str, Any]) -> None:
         """Ask to stop the run: `on_halt` is called once in every member, including this one. ``reason["message"]`` is shown to the
@@ -145,13 +183,15 @@ class Membership:
         """
         if not self._left:
             await self._finish()
-            self._left = True
+            if not self._touch.alone_s:
+                self._left = True
             await self._ask("leave")
+            self._left = True
 
     async def _finish(self) -> None:
         if self.halted.is_set():
             return
-        finishing = asyncio.ensure_future(self.endpoint.finish(timeout=self.timeouts.barrier_s))
+        finishing = asyncio.ensure_future(self.endpoint.finish(timeout=self.timeouts.barrier_s + self._touch.alone_s))
         halted = asyncio.ensure_future(self.halted.wait())
         try:
             await asyncio.wait({finishing, halted}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,8 +203,47 @@ class Membership:
             await asyncio.wait({finishing, halted})
 
     async def _ask(self, method: str, *args: Value, timeout: float | None = None) -> Value:
+        return await self.ask(f"membership.{method}", *args, timeout=timeout)
+
+    async def ask(self, method: str, *args: Value, timeout: float | None = None) -> Value:
+        """A request to the coordinator that may be repeated; it waits for one that is away. ``timeout``: by default the usual one,
+        while the coordinator is there."""
         wait = self.timeouts.request_s if timeout is None else timeout
-        return (await self.endpoint.request(COORDINATOR, f"membership.{method}", *args, timeout=wait)).meta
+        answer = await repeated(self.endpoint, COORDINATOR, lambda: self.endpoint.request(COORDINATOR, method, *args, timeout=wait))
+        return answer.meta
+
+    def _next_call(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    # Touch --------------------------------------------------------------------------------------------------------------------
+
+    async def _returned(self) -> Returned:
+        # A coordinator that does not answer, although there is a connection to it, is away, too.
+        self._touch.lose("the coordinator does not answer")
+        return await self._touch.returned()
+
+    async def _come_back(self) -> Returned:
+        self.endpoint.add_peer(COORDINATOR, self._address)
+        wait = self.timeouts.lost_s
+        answer = (
+            await self.endpoint.request(COORDINATOR, "membership.again", self._incarnation, self.endpoint.address, timeout=wait)
+        ).meta
+        if not isinstance(answer, dict):
+            raise ProtocolError(f"the coordinator answered {answer!r:.60} to a member that was back")
+        before, self._leader = self._leader, answer.get("leader")
+        self._newer(View.from_value(answer["view"]))
+        halt = answer["halt"]
+        if isinstance(halt, dict):
+            self._stop(dict(halt))
+        if answer["finish"] is True:
+            self.finished.set()
+        return "same" if before == self._leader else "another"
+
+    def _give_up(self, why: str) -> None:
+        self._stop(
+            {"kind": "coordinator lost", "peer": COORDINATOR, "message": f"the connection to the coordinator is lost: {why}"}
+        )
 
     def _newer(self, view: View) -> None:
         if view.version <= self.view.version:
@@ -192,7 +271,8 @@ class Membership:
                 callback(reason)
 
     def _take_lost(self, peer: PeerId, reason: str) -> None:
-        if peer == COORDINATOR and not self._left:
+        # One that has left may still have something to report.
+        if peer == COORDINATOR and not self._touch.lose(reason) and not self._left:
             self._stop(
                 {"kind": "coordinator lost", "peer": peer, "message": f"the connection to the coordinator is lost: {reason}"}
             )

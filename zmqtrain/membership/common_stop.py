@@ -21,6 +21,7 @@ from typing import Literal
 
 from zmqtrain.errors import ConnectivityError, PeerLostError, ProtocolError
 from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.journal import Journal
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Value
@@ -28,6 +29,9 @@ from zmqtrain.wire.payload import Value
 ASK, TELL = "stop.ask", "stop.at"
 #: What all workers must do at the step.
 Why = Literal["stop", "keep"]
+WHYS: tuple[Why, ...] = ("stop", "keep")
+#: What names in the ledger begin with, of common steps that are being agreed on: empty, or the step that was decided.
+ASKED = "common step/"
 
 
 class Here(Enum):
@@ -108,12 +112,17 @@ def may_not_stop(endpoint: Endpoint, why: str) -> None:
     endpoint.serve(ASK, refuse)
 
 
-async def stop_together(endpoint: Endpoint, workers: Sequence[PeerId], *, timeout_s: float, why: Why = "stop") -> int | None:
+async def stop_together(
+    endpoint: Endpoint, workers: Sequence[PeerId], *, timeout_s: float, why: Why = "stop", journal: Journal | None = None
+) -> int | None:
     """Let all workers stop before a common step, or write a checkpoint there. Returns the step; ``None`` if training is about to
     end by itself.
 
     Workers that are lost meanwhile do not count. Raises `ConnectivityError` if another one does not answer, or if none is left.
     """
+    name = f"{ASKED}{why}"
+    if journal is not None:
+        journal.write({name: []}, durable=True)
     answers = await asyncio.gather(
         *(endpoint.request(peer, ASK, why, timeout=timeout_s) for peer in workers), return_exceptions=True
     )
@@ -133,14 +142,32 @@ async def stop_together(endpoint: Endpoint, workers: Sequence[PeerId], *, timeou
             case other:
                 raise ProtocolError(f"{peer} was asked how far it is, but answered {other!r:.60}")
     decision = None if failure is not None or reached else step
+    if journal is not None and decision is not None:
+        journal.write({name: [decision]}, durable=True)
     told = await asyncio.gather(
         *(endpoint.request(peer, TELL, decision, why, timeout=timeout_s) for peer in there), return_exceptions=True
     )
+    if journal is not None:
+        journal.write({name: None}, durable=True)
     if failure is None:
         failure = next((each for each in told if isinstance(each, BaseException) and not isinstance(each, PeerLostError)), None)
     if failure is not None:
         raise failure if isinstance(failure, ConnectivityError) else ConnectivityError(str(failure)) from failure
     return decision
+
+
+async def tell_again(endpoint: Endpoint, workers: Sequence[PeerId], journal: Journal, *, timeout_s: float) -> None:
+    """Tell the workers the common steps that another coordinator has decided on, but perhaps not told all of them; or that there is
+    none, where it had only asked. Those that were told ignore it."""
+    for why in WHYS:
+        asked: Value = journal.ledger.get(f"{ASKED}{why}")
+        if not isinstance(asked, list):
+            continue
+        decision = asked[0] if asked else None
+        await asyncio.gather(
+            *(endpoint.request(peer, TELL, decision, why, timeout=timeout_s) for peer in workers), return_exceptions=True
+        )  # who cannot be told is lost, which is decided elsewhere
+        journal.write({f"{ASKED}{why}": None}, durable=True)
 
 
 def _require_coordinator(caller: PeerId) -> None:

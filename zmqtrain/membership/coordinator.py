@@ -20,21 +20,29 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeAlias
 
-from zmqtrain.errors import PeerLostError, ProtocolError, ZmqTrainError
+from zmqtrain.errors import PeerLostError, ProtocolError, SupersededError, ZmqTrainError
 from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Meet, Note, Outcome, Push, Refuse, Ticket
 from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.journal import Journal, change
+from zmqtrain.membership.ledger import RUN
 from zmqtrain.membership.roster import Roster
+from zmqtrain.membership.state import State
 from zmqtrain.membership.view import View, expected_members
 from zmqtrain.net.address import key_in
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
+from zmqtrain.world import random_bits
 
 #: ``on_event(kind, values)``: an event of the membership; ``values["reason"]`` says why.
 EventCallback: TypeAlias = Callable[[str, dict[str, Any]], None]
 #: ``on_report(peer, events)``: a role's own events.
 ReportCallback: TypeAlias = Callable[[PeerId, list[dict[str, Any]]], None]
+
+
+#: Names in the ledger: of events that may not be recorded yet, and what the names of members' newest reports begin with.
+NOTED, REPORTED = "noted", "reported/"
 
 
 @dataclass(slots=True)
@@ -59,7 +67,9 @@ class Coordinator:
         elastic: bool = False,
         on_event: EventCallback | None = None,
         on_report: ReportCallback | None = None,
+        journal: Journal | None = None,
     ) -> None:
+        """``journal``: keeps what is decided, for another coordinator of this run. If it holds something, this is that one."""
         self.running = asyncio.Event()
         """Set once all members have joined."""
         self.failed = asyncio.Event()
@@ -67,7 +77,22 @@ class Coordinator:
         self.outcome: Outcome | None = None
         self._endpoint, self._timeouts = endpoint, timeouts
         self._loop = asyncio.get_running_loop()
-        self._roster = Roster(expected_members(placement, agents=agents), timeouts, now=self._loop.time(), elastic=elastic)
+        ledger = None if journal is None or RUN not in journal.ledger else journal.ledger
+        self._roster = Roster(
+            expected_members(placement, agents=agents),
+            timeouts,
+            now=self._loop.time(),
+            elastic=elastic,
+            patient=journal is not None,
+            ledger=ledger,
+        )
+        self._journal, self._leader = journal, random_bits(48)
+        self._kept: dict[str, Value] = self._roster.ledger() if ledger is not None else {}  # what the journal has of the roster
+        self._superseded = asyncio.Event()
+        self._reported: dict[str, list[int]] = {}  # the newest report of each member: its incarnation, and the report's number
+        for name, value in (ledger or {}).items():
+            if name.startswith(REPORTED) and isinstance(value, list):
+                self._reported[name] = [int(str(number)) for number in value]
         self._on_event, self._on_report = on_event, on_report
         self._tickets = count()
         self._waiting: dict[Ticket, asyncio.Future[Value]] = {}
@@ -75,8 +100,15 @@ class Coordinator:
         self._pushers: dict[PeerId, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
-        for name in ("join", "ready", "barrier", "agree", "needs_all", "heartbeat", "exited", "report", "halt", "failed", "leave"):
+        if ledger is not None:
+            self.running.set()
+            if self._roster.state is State.FAILED:
+                self.failed.set()
+            self._do(self._roster.met())
+        served = ("join", "again", "ready", "barrier", "agree", "needs_all", "heartbeat", "exited")
+        for name in (*served, "report", "halt", "failed", "leave"):
             endpoint.serve(f"membership.{name}", getattr(self, f"_serve_{name}"))
+        endpoint.on_superseded(self._give_way)
         endpoint.on_lost(lambda peer, reason: self._do(self._roster.handle_lost(peer, reason, self._now())))
 
     @property
@@ -94,14 +126,18 @@ class Coordinator:
 
     async def run(self) -> Outcome:
         """Keep the membership until the run has ended. Cancelling it refuses all waiting requests, and does not notify other
-        members."""
+        members. Raises `SupersededError` if another process has taken over."""
         try:
+            if self._journal is not None:
+                self._tell_again(self._journal.ledger)
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 for peer in self._outboxes:
                     self._start_pusher(peer)
                 while self.outcome is None:
                     await self._wait_for_change(self._roster.next_deadline())
+                    if self._superseded.is_set():
+                        raise SupersededError
                     self._do(self._roster.tick(self._now()))
                 await self._drain()
                 self._group = None
@@ -135,9 +171,55 @@ class Coordinator:
     def _now(self) -> float:
         return self._loop.time()
 
+    # What is kept -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def superseded(self) -> bool:
+        """Whether another process has taken over."""
+        return self._superseded.is_set()
+
+    def _give_way(self) -> None:
+        self._superseded.set()
+        self._changed.set()
+
+    def _keep(self, actions: list[Action]) -> None:
+        """Write what was decided to the journal, before anybody learns of it. Nothing is kept before all members have joined."""
+        if self._journal is None or not actions or self._roster.state is State.JOINING:
+            return
+        ledger = self._roster.ledger()
+        changes = change(self._kept, ledger)
+        notes: list[Value] = [
+            [action.kind, {**action.values, "reason": action.reason}] for action in actions if isinstance(action, Note)
+        ]
+        if changes or notes:
+            self._journal.write({**changes, NOTED: notes or None}, durable=True)
+            self._kept = ledger
+        if self._journal.superseded:
+            raise SupersededError
+
+    def _tell_again(self, ledger: Mapping[str, Value]) -> None:
+        """Events that the coordinator before had decided on, but perhaps not recorded."""
+        noted: Any = ledger.get(NOTED) or []
+        if noted and self._on_event is not None:
+            for kind, values in noted:
+                self._on_event(kind, values)
+        self._noted()
+
+    def _noted(self) -> None:
+        """The events of the newest decision are recorded."""
+        if self._journal is not None and NOTED in self._journal.ledger:
+            self._journal.write({NOTED: None}, durable=False)
+
     # Carrying out -------------------------------------------------------------------------------------------------------------
 
     def _do(self, actions: list[Action]) -> None:
+        if self._superseded.is_set():
+            return
+        try:
+            self._keep(actions)
+        except SupersededError:
+            self._give_way()
+            return
         for action in actions:
             match action:
                 case Answer(ticket, value):
@@ -163,6 +245,7 @@ class Coordinator:
                 case End(outcome):
                     self.outcome = outcome
         if actions:
+            self._noted()
             self._changed.set()
 
     def _note(self, kind: str, values: Mapping[str, Value], reason: str) -> None:
@@ -217,7 +300,13 @@ class Coordinator:
         if not isinstance(incarnation, int) or not isinstance(address, str):
             raise ProtocolError(f"{caller} joins with a wrong incarnation or address")
         self._check_key(caller, address)
-        return await self._decide(lambda ticket: self._roster.handle_join(caller, incarnation, address, ticket, self._now()))
+        joined = await self._decide(lambda ticket: self._roster.handle_join(caller, incarnation, address, ticket, self._now()))
+        return self._signed(joined)
+
+    def _signed(self, value: Value) -> Value:
+        """An answer that says which process has given it."""
+        assert isinstance(value, dict)
+        return {**value, "leader": self._leader}
 
     def _check_key(self, caller: PeerId, address: str) -> None:
         """Addresses in views must contain the peer's key if connections are encrypted, and only then."""
@@ -228,21 +317,28 @@ class Coordinator:
         if (key is None) != (key_in(self._endpoint.address) is None):
             raise ProtocolError(f"{caller} {'does not encrypt' if key is None else 'encrypts'}, unlike this run")
 
+    async def _serve_again(self, caller: PeerId, incarnation: Value, address: Value) -> Value:
+        if not isinstance(incarnation, int) or not isinstance(address, str):
+            raise ProtocolError(f"{caller} comes back with a wrong incarnation or address")
+        return self._signed(await self._decide(lambda ticket: self._roster.handle_again(caller, incarnation, ticket, self._now())))
+
     async def _serve_ready(self, caller: PeerId) -> Value:
         return await self._decide(lambda ticket: self._roster.handle_ready(caller, ticket, self._now()))
 
-    async def _serve_barrier(self, caller: PeerId, name: Value, members: Value) -> Value:
-        if not isinstance(name, str) or not (members is None or isinstance(members, list)):
+    async def _serve_barrier(self, caller: PeerId, name: Value, members: Value, call: Value = None) -> Value:
+        if not isinstance(name, str) or not (members is None or isinstance(members, list)) or not isinstance(call, int | None):
             raise ProtocolError(f"{caller} calls a barrier with a wrong name or members")
         who = None if members is None else [str(member) for member in members]
-        return await self._decide(lambda ticket: self._roster.handle_barrier(caller, name, who, ticket, self._now()))
+        return await self._decide(lambda ticket: self._roster.handle_barrier(caller, name, who, ticket, self._now(), call))
 
-    async def _serve_agree(self, caller: PeerId, name: Value, value: Value, members: Value, version: Value) -> Value:
-        match name, value, members, version:
-            case str(called), int(number), [*peers], int() | None as about:
+    async def _serve_agree(
+        self, caller: PeerId, name: Value, value: Value, members: Value, version: Value, call: Value = None
+    ) -> Value:
+        match name, value, members, version, call:
+            case str(called), int(number), [*peers], int() | None as about, int() | None as numbered:
                 who = [str(peer) for peer in peers]
                 return await self._decide(
-                    lambda ticket: self._roster.handle_agree(caller, called, number, who, about, ticket, self._now())
+                    lambda ticket: self._roster.handle_agree(caller, called, number, who, about, ticket, self._now(), numbered)
                 )
         raise ProtocolError(f"{caller} calls an agreement with a wrong name, value or members")
 
@@ -266,11 +362,24 @@ class Coordinator:
         self._do(self._roster.handle_exited(caller, peer, exit_code, report, stopped=bool(stopped), now=self._now(), pid=pid))
         return self._roster.view().version
 
-    async def _serve_report(self, caller: PeerId, events: Value) -> Value:
+    async def _serve_report(self, caller: PeerId, events: Value, incarnation: Value = None, number: Value = None) -> Value:
         if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
             raise ProtocolError(f"{caller} sends wrong events")
+        if self._journal is not None and self._journal.superseded:
+            self._give_way()
+            await asyncio.Event().wait()  # until this process ends: the caller then asks the one that has taken over
+        if isinstance(incarnation, int) and isinstance(number, int):
+            name = f"{REPORTED}{caller}"
+            known = self._reported.get(name)
+            if known is not None and known[0] == incarnation and number <= known[1]:
+                return None  # its answer was lost
+            self._reported[name] = [incarnation, number]
+            if self._journal is not None:  # in the same record as how far the files have come with it
+                self._journal.stage({name: [incarnation, number]})
         if self._on_report is not None:
             self._on_report(caller, events)
+        if self._journal is not None:
+            self._journal.write({}, durable=False)
         return None
 
     async def _serve_halt(self, caller: PeerId, reason: Value) -> Value:

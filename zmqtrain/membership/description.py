@@ -28,6 +28,8 @@ class RunDescription:
     resume: str | None = None
     script: tuple[str, ...] = ()
     """The user's script that workers run, and its arguments; empty if the topology names a task."""
+    alone_s: float = 0.0
+    """For how many seconds the members train on without a coordinator; 0: they end with it."""
 
     def to_value(self) -> Value:
         return {
@@ -37,6 +39,7 @@ class RunDescription:
             "data_path": self.data_path,
             "resume": self.resume,
             "script": list(self.script),
+            "alone_s": self.alone_s,
         }
 
     @classmethod
@@ -50,6 +53,7 @@ class RunDescription:
                 data_path=value["data_path"],
                 resume=value["resume"],
                 script=tuple(value["script"]),
+                alone_s=float(value["alone_s"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"the coordinator's description of the run cannot be read by this release: {error!r}") from error

@@ -7,9 +7,9 @@ The life of a run::
        └────────── a failure ───────────┴───────▶ failed ◀─────────────┘                     │
                                                      └──all exited, or the grace time over───┘
 
-A role is judged by its agent's messages (heartbeats that name the living roles, reports of exits) and never by its own silence: a
-process whose GIL is held for a minute is healthy. An agent is judged by its silence. Roles without an agent (embedded in another
-program) are judged by the endpoint, which notices a link that stays broken.
+A role is judged by its agent's messages (heartbeats that name the living roles, reports of exits), and by its link, which threads
+without a GIL keep alive: a process whose GIL is held for a minute is healthy, and one whose link stays broken although it has not
+ended stands still. An agent is judged by its silence. Roles without an agent (embedded in another program) are judged by the link.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ from zmqtrain.membership.actions import (
     Ticket,
 )
 from zmqtrain.membership.barrier import Barriers, name_some
+from zmqtrain.membership.ledger import MEMBER, OPENED, RUN, failure_of_value, restore_entry, value_of_entry, value_of_failure
 from zmqtrain.membership.state import TRANSITIONS, Entry, MemberTable, Presence, State
+from zmqtrain.membership.touch import given_up
 from zmqtrain.membership.view import Member, View
 from zmqtrain.net.address import without_key
 from zmqtrain.net.endpoint import PeerId
@@ -60,12 +62,24 @@ class Roster:
 
     ``now`` is the loop's clock and never goes back."""
 
-    def __init__(self, expected: Iterable[Member], timeouts: Timeouts, *, now: float, elastic: bool = False) -> None:
-        """``elastic``: the run continues without workers that are lost, and admits workers that come back."""
+    def __init__(
+        self,
+        expected: Iterable[Member],
+        timeouts: Timeouts,
+        *,
+        now: float,
+        elastic: bool = False,
+        patient: bool = False,
+        ledger: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``elastic``: the run continues without workers that are lost, and admits workers that come back. ``patient``: members may
+        lose touch with the coordinator for a while, so that a broken link alone does not say that one is lost. ``ledger``: what
+        another roster of this run has left (`ledger`), of a run in which all had joined; this one goes on from there."""
         self.state = State.JOINING
         self.halt_reason: Mapping[str, Any] | None = None
         self.failures: list[Failure] = []
-        self._elastic = elastic
+        self._elastic, self._patient = elastic, patient
+        self._halt_told: dict[str, Any] | None = None  # what the members were told when the run had to stop
         self._losses: list[str] = []  # losses after which the run continued
         self._told = 0  # the version of the newest view that was sent to all
         self._timeouts = timeouts
@@ -80,6 +94,40 @@ class Roster:
         self._stood_still = (float("-inf"), 0.0)  # when this process had last stood still, and for how long
         self._end_deadline: float | None = None
         self._end_reason = ""
+        if ledger is not None:
+            self._restore(ledger, now)
+
+    def ledger(self) -> dict[str, Value]:
+        """What must not be forgotten: the members, the state of the run and what was decided."""
+        run: list[Value] = [self.state.value, self._version, self._told, self._complete, self._end_reason, self._elastic]
+        halt: Value = None if self.halt_reason is None else dict(self.halt_reason)
+        failures: list[Value] = [value_of_failure(failure) for failure in self.failures]
+        members = {f"{MEMBER}{entry.member.peer}": value_of_entry(entry) for entry in self._members if not entry.is_observer}
+        opened = {f"{OPENED}{name}": value for name, value in self._barriers.opened().items()}
+        return {RUN: [*run, halt, self._halt_told, failures, [*self._losses]], **members, **opened}
+
+    def _restore(self, ledger: Mapping[str, Any], now: float) -> None:
+        state, version, told, complete, self._end_reason, self._elastic, halt, halt_told, failures, losses = ledger[RUN]
+        self._version, self._told, self._complete = version, told, complete
+        self.halt_reason, self._halt_told = halt, halt_told
+        self.state, self._losses = State(state), list(losses)
+        self.failures = [failure_of_value(failure) for failure in failures]
+        for entry in self._members:
+            restore_entry(entry, ledger[f"{MEMBER}{entry.member.peer}"])
+        for name, value in ledger.items():
+            if name.startswith(OPENED):
+                self._barriers.remember(name.removeprefix(OPENED), value)
+        patience_s = self._timeouts.lost_s  # in which the members find this process
+        self._heard = {host: now + patience_s for host, entry in self._members.agents.items() if entry.here}
+        if self.state is State.FINISHING:
+            self._end_deadline = now + self._timeouts.request_s + patience_s
+        elif self.state is State.FAILED:
+            self._end_deadline = now + 2 * self._timeouts.grace_s + patience_s
+
+    def met(self) -> list[Action]:
+        """The members that another roster had welcomed: their addresses."""
+        reason = "it had joined before another launcher took over"
+        return [Meet(entry.member.peer, entry.member.address, reason) for entry in self._members.here() if entry.member.address]
 
     def view(self) -> View:
         """The members as they are now."""
@@ -161,6 +209,23 @@ class Roster:
         assert isinstance(view, dict)
         return [*actions, Answer(ticket, {**view, "late": True}, reason)]
 
+    def handle_again(self, peer: PeerId, incarnation: int, ticket: Ticket, now: float) -> list[Action]:
+        """A member had lost touch, perhaps because another process was the coordinator. It gets what it may have missed: the view,
+        why the run must stop, and whether it is to finish."""
+        entry = self._members.get(peer)
+        if entry is None or entry.incarnation != incarnation or entry.presence in (Presence.EXPECTED, Presence.LOST):
+            why = "it is not a member of this run" if entry is None else entry.reason or "another process has taken its place"
+            return [Refuse(ticket, given_up(peer, why))]
+        entry.cut = None
+        if entry.member.kind == "agent":
+            if entry.here:
+                self._heard[entry.member.host] = now
+            finish = self.state is State.ENDED
+        else:
+            finish = entry.member.kind != "worker" and self.state in (State.FINISHING, State.ENDED)
+        missed: dict[str, Value] = {"view": self.view().to_value(), "halt": self._halt_told, "finish": finish}
+        return [Answer(ticket, missed, f"{peer} is back in touch")]
+
     def handle_ready(self, peer: PeerId, ticket: Ticket, now: float) -> list[Action]:
         """A worker that has joined a run in progress can take part from now on."""
         error, entry = self._may_not(peer), self._members.get(peer)
@@ -172,9 +237,21 @@ class Roster:
         return [*self._tell_view(reason, but=peer), Answer(ticket, self.view().to_value(), reason)]
 
     def handle_agree(
-        self, peer: PeerId, name: str, value: int, members: Sequence[PeerId], version: int | None, ticket: Ticket, now: float
+        self,
+        peer: PeerId,
+        name: str,
+        value: int,
+        members: Sequence[PeerId],
+        version: int | None,
+        ticket: Ticket,
+        now: float,
+        call: int | None = None,
     ) -> list[Action]:
-        """A member gives its value for an agreement. ``version``: the view that it is about; a newer view ends it."""
+        """A member gives its value for an agreement. ``version``: the view that it is about; a newer view ends it. ``call``: the
+        member's number of this call; one that is repeated gets the answer that it had."""
+        known = self._barriers.answered(f"agree/{name}", peer, call, ticket)
+        if known is not None:
+            return known
         error = self._may_not(peer)
         if error is None and version is not None and version < self._told:
             error = ViewChangedError(f"the members have changed: view {self._told} is the newest, not {version}")
@@ -184,7 +261,7 @@ class Roster:
         refused = self._not_all_here(peer, who, f"the agreement {name!r}")
         if refused is not None:
             return [Refuse(ticket, refused)]
-        return self._barriers.arrive(peer, f"agree/{name}", who, ticket, now, value=value, version=version)
+        return self._barriers.arrive(peer, f"agree/{name}", who, ticket, now, value=value, version=version, call=call)
 
     def _not_all_here(self, peer: PeerId, who: Sequence[PeerId], what: str) -> ZmqTrainError | None:
         known = [entry for other in who if (entry := self._members.get(other)) is not None]
@@ -195,8 +272,13 @@ class Roster:
         gone = next((entry for entry in known if entry.gone), None)
         return None if gone is None else PeerLostError(gone.member.peer, gone.reason, waiting_for=what)
 
-    def handle_barrier(self, peer: PeerId, name: str, members: Sequence[PeerId] | None, ticket: Ticket, now: float) -> list[Action]:
-        """A member has reached a barrier; without ``members`` it is a barrier of all workers."""
+    def handle_barrier(
+        self, peer: PeerId, name: str, members: Sequence[PeerId] | None, ticket: Ticket, now: float, call: int | None = None
+    ) -> list[Action]:
+        """A member has reached a barrier; without ``members`` it is a barrier of all workers. ``call``: as in `handle_agree`."""
+        known = self._barriers.answered(name, peer, call, ticket)
+        if known is not None:
+            return known
         error = self._may_not(peer)
         if error is not None:
             return [Refuse(ticket, error)]
@@ -205,7 +287,7 @@ class Roster:
         refused = self._not_all_here(peer, who, f"the barrier {name!r}")
         if refused is not None:
             return [Refuse(ticket, refused)]
-        return self._barriers.arrive(peer, name, who, ticket, now, of_all=self._elastic and members is None)
+        return self._barriers.arrive(peer, name, who, ticket, now, of_all=self._elastic and members is None, call=call)
 
     def handle_needs_all(self, peer: PeerId, reason: str) -> list[Action]:
         """A worker says that this run cannot continue without any of them, although its topology allows it."""
@@ -309,23 +391,28 @@ class Roster:
         actions: list[Action] = [Note("halt", values, told)]
         for waiting in list(self._joining):
             actions += self._refuse_join(waiting, PeerLostError(peer, told, waiting_for="all members to join"))
-        return [*actions, *self._tell_all("halt", {"kind": "halt", "peer": peer, **reason}, told)]
+        self._halt_told = {"kind": "halt", "peer": peer, **reason}
+        return [*actions, *self._tell_all("halt", self._halt_told, told)]
 
     def handle_lost(self, peer: PeerId, reason: str, now: float) -> list[Action]:
-        """The endpoint has lost its link to a peer. This does not matter for a role with an agent, unless the others can continue
-        without it: then a process that hangs is not waited for."""
+        """The endpoint has lost its link to a peer. For a role with an agent, the report of its end is usually on the way; if none
+        comes, the process stands still, and is lost all the same. If the others can continue without it, it is not waited for."""
         entry = self._members.get(peer)
         if entry is None or not entry.here or self.state is State.ENDED:
             return []
         if entry.member.kind == "observer":
             self._members.remove(peer)
             return []
+        if entry.member.kind == "agent" and self._patient and self._complete:
+            return []  # it may find its way back, and its heartbeats tell whether it does
         if entry.member.kind == "agent":
             why = self._why_an_agent_is_gone(entry.member.host, reason, now)
             return self._lose(entry, why, HostLostError(f"lost the host {entry.member.host}: {why}"), now)
         vouched_for = entry.member.host in self._members.agents
-        if vouched_for and not (self._elastic and self.state is State.RUNNING and entry.member.kind == "worker"):
-            return []  # the run cannot continue without it, and its agent reports whether its process has ended
+        if vouched_for and (self._patient or not (self._elastic and self.state is State.RUNNING and entry.member.kind == "worker")):
+            if entry.member.is_role and self.state is State.RUNNING and entry.cut is None:
+                entry.cut = (now, reason)  # `tick` comes back to it: agents make it come often
+            return []
         if self.state is State.JOINING:  # it may come back as another process; if not, the join time-out names it
             entry.presence, self._version = Presence.EXPECTED, self._version + 1
             return self._discard_join(peer, reason)
@@ -352,7 +439,7 @@ class Roster:
             deadlines.append(self._end_deadline)
         if self._heard:
             # Also once per heartbeat, so that `tick` notices when this very process was suspended.
-            deadlines += [min(self._heard.values()) + self._timeouts.lost_s, self._last_tick + self._timeouts.heartbeat_s]
+            deadlines += [min(self._heard.values()) + self._timeouts.silent_s, self._last_tick + self._timeouts.heartbeat_s]
         return min(deadlines, default=None)
 
     def tick(self, now: float) -> list[Action]:
@@ -360,9 +447,10 @@ class Roster:
         self._look_at_the_clock(now)
         actions: list[Action] = []
         for host, heard in list(self._heard.items()):
-            if now >= heard + self._timeouts.lost_s and self.state is not State.ENDED:
-                reason = f"its agent has been silent for {self._timeouts.lost_s:g} s"
+            if now >= heard + self._timeouts.silent_s and self.state is not State.ENDED:
+                reason = f"its agent has been silent for {self._timeouts.silent_s:g} s"
                 actions += self._lose(self._members.agents[host], reason, HostLostError(f"lost the host {host}: {reason}"), now)
+        actions += self._lose_still(now)
         actions += self._barriers.tick(now)
         if self.state is State.JOINING and now >= self._join_deadline:
             actions += self._join_timed_out(now)
@@ -370,12 +458,25 @@ class Roster:
             actions += self._time_is_up(now)
         return actions
 
+    def _lose_still(self, now: float) -> list[Action]:
+        """Roles whose links were lost, and whose processes have not ended since: they answer nothing any more."""
+        actions: list[Action] = []
+        for entry in self._members:
+            if self.state is State.RUNNING and entry.here and entry.cut and now >= entry.cut[0] + self._timeouts.flush_s:
+                reason = (
+                    f"it stands still: its process has not ended, but answers nothing (stopped, or swapped out?): {entry.cut[1]}"
+                )
+                error = HostLostError(f"{entry.member.peer} on {entry.member.host}: {reason}")
+                actions += self._lose(entry, reason, error, now)
+        return actions
+
     def _look_at_the_clock(self, now: float) -> None:
         """Notice that this process was suspended (a sleeping machine, a stopped process): the agents' messages wait unread."""
         stood_still = now - self._last_tick - self._timeouts.heartbeat_s
         self._last_tick = now
+        if self._heard and stood_still > self._timeouts.silent_s / 2:
+            self._heard = {host: max(heard, now) for host, heard in self._heard.items()}
         if self._heard and stood_still > self._timeouts.lost_s / 2:
-            self._heard = dict.fromkeys(self._heard, now)
             self._stood_still = (now, stood_still)
 
     def _why_an_agent_is_gone(self, host: str, reason: str, now: float) -> str:
@@ -422,7 +523,10 @@ class Roster:
         value = self.view().to_value()
         answers: list[Action] = [Answer(ticket, value, reason) for ticket in self._joining.values()]
         self._joining.clear()
-        return [Note("running", {"members": len(self._members)}, reason), *answers]
+        # Agents did not wait; from now on they may be without a coordinator for a while.
+        agents = [entry.member.peer for entry in self._members.agents.values()] if self._patient else []
+        told = [Push(agent, "view", value, reason) for agent in agents]
+        return [Note("running", {"members": len(self._members)}, reason), *answers, *told]
 
     def _remove(self, entry: Entry, presence: Presence, reason: str) -> list[Action]:
         """A member is gone, for any reason. Members that wait for it are told."""
@@ -505,6 +609,7 @@ class Roster:
             actions += self._refuse_join(waiting, PeerLostError(failure.peer, failure.reason, waiting_for="all members to join"))
         # The view first: it ends waits for lost members, so that a role is free to receive the rest.
         actions += self._tell_all("view", self.view().to_value(), failure.reason)
+        self._halt_told = self._halt_told or halt
         actions += self._tell_all("halt", halt, failure.reason)
         return actions + self._maybe_end()
 

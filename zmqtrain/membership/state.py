@@ -49,16 +49,23 @@ class Entry:
     reason: str = ""
     unseen: bool = False
     """Whether the newest heartbeat of its agent, since it has joined, did not name it."""
+    cut: tuple[float, str] | None = None
+    """When and why its link was lost, although its agent sees its process."""
 
     def welcome(self, incarnation: int, address: str, *, ready: bool = True) -> None:
         """The member has joined."""
-        self.presence, self.incarnation, self.reason, self.unseen = Presence.HERE, incarnation, "", False
+        self.presence, self.incarnation, self.reason, self.unseen, self.cut = Presence.HERE, incarnation, "", False, None
         self.member = replace(self.member, address=address, incarnation=incarnation, ready=ready)
 
     @property
     def here(self) -> bool:
         """Whether it has joined and is still in the run."""
         return self.presence is Presence.HERE
+
+    @property
+    def is_observer(self) -> bool:
+        """Whether it only looks on."""
+        return self.member.kind == "observer"
 
     @property
     def gone(self) -> bool:

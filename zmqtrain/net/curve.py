@@ -1,6 +1,7 @@
 """The keys of processes on encrypted connections, and which callers they admit (CURVE, ZeroMQ's use of Curve25519).
 
-Each process makes a key pair when it starts; the secret key never leaves its memory. There are two kinds of servers:
+Each process makes a key pair when it starts. The secret key stays in its memory; that of a coordinator that may be replaced is
+also in its journal. There are two kinds of servers:
 
 * The *coordinator* admits every process that has the run's token: all processes of the run compute from it one further key pair,
 that
@@ -54,7 +55,11 @@ class KeyPair:
         _check()
         if not token:
             raise UsageError("an encrypted run needs a token: set ZMQTRAIN_TOKEN to the same long random text in all processes")
-        secret = hmac.digest(token.encode(), _PURPOSE, "sha256")
+        return cls.of_secret(hmac.digest(token.encode(), _PURPOSE, "sha256"))
+
+    @classmethod
+    def of_secret(cls, secret: bytes) -> KeyPair:
+        """The key pair with this secret key."""
         return cls(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
 
 
@@ -70,9 +75,16 @@ def _check() -> None:
 class Identity:
     """One endpoint's key pair, and its list of callers to admit."""
 
-    def __init__(self, *, joiner: KeyPair | None = None, coordinator: bytes | None = None, open_to_joiners: bool = False) -> None:
-        """Use `coordinator` or `member`; called directly, it admits only peers on the list."""
-        self._own = KeyPair.new()
+    def __init__(
+        self,
+        *,
+        joiner: KeyPair | None = None,
+        coordinator: bytes | None = None,
+        open_to_joiners: bool = False,
+        own: KeyPair | None = None,
+    ) -> None:
+        """Use `coordinator` or `member`; called directly, it admits only peers on the list. ``own``: instead of a new key pair."""
+        self._own = own or KeyPair.new()
         self._joiner, self._coordinator, self._open = joiner, coordinator, open_to_joiners
         self._names: dict[bytes, PeerId] = {}
         self._keys: dict[PeerId, bytes] = {}
@@ -80,9 +92,16 @@ class Identity:
             self._names[joiner.public] = ANYBODY
 
     @classmethod
-    def coordinator(cls, token: str) -> Identity:
-        """The coordinator's identity: every process that has the token is admitted."""
-        return cls(joiner=KeyPair.of_token(token), open_to_joiners=True)
+    def coordinator(cls, token: str, secret: bytes | None = None) -> Identity:
+        """The coordinator's identity: every process that has the token is admitted. ``secret``: of the coordinator whose place it
+        takes; by default it is a new one."""
+        own = None if secret is None else KeyPair.of_secret(secret)
+        return cls(joiner=KeyPair.of_token(token), open_to_joiners=True, own=own)
+
+    @property
+    def secret(self) -> bytes:
+        """The secret key, for a coordinator that is to take this one's place."""
+        return self._own.secret
 
     @classmethod
     def member(cls, token: str, coordinator: bytes) -> Identity:

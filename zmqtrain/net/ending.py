@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zmqtrain.errors import PeerLostError, PeerTimeoutError, RunTokenError, VersionMismatchError, WireError, ZmqTrainError
+from zmqtrain.errors import (
+    PeerLostError,
+    PeerTimeoutError,
+    RunTokenError,
+    SupersededError,
+    VersionMismatchError,
+    WireError,
+    ZmqTrainError,
+)
 from zmqtrain.net.address import without_key
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.greeting import RefusalCode
@@ -59,6 +67,11 @@ def other_token(peer: PeerId) -> Ending:
     return Ending("it has another run token", lambda _: RunTokenError(peer))
 
 
+def superseded() -> Ending:
+    """Another process leads the run now."""
+    return Ending(str(SupersededError()), lambda _: SupersededError())
+
+
 def bad_message(peer: PeerId, reason: str) -> Ending:
     return Ending(reason, lambda _: WireError(f"the link to {peer} was closed: {reason}"))
 
@@ -69,6 +82,8 @@ def refused(peer: PeerId, code: RefusalCode, reason: str, version: int) -> Endin
         return other_version(peer, version)
     if code == "token":
         return other_token(peer)
+    if code == "epoch":
+        return superseded()
     if code == "protocol":
         return bad_message(peer, f"{peer} reports: {reason}")
     return lost(peer, f"{peer} had already given up on this process: {reason}")

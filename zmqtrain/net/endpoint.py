@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from zmqtrain.wire.payload import Payload, Value
 
@@ -11,6 +11,8 @@ from zmqtrain.wire.payload import Payload, Value
 PeerId: TypeAlias = str
 #: Identifies a message; sender and receiver must use the same tag: ``("gradient", step, bucket)``.
 Tag: TypeAlias = tuple[str | int, ...]
+#: What has become of a peer that was lost: it is gone for good; it can be reached again; another process has taken its place.
+Returned: TypeAlias = Literal["no", "same", "another"]
 #: Answers a request. If it raises a `ZmqTrainError`, the caller's ``request`` raises that error.
 Handler: TypeAlias = Callable[..., Awaitable["Payload | Value"]]
 
@@ -95,6 +97,20 @@ class Endpoint(Protocol):
 
     def on_lost(self, callback: Callable[[PeerId, str], None]) -> None:
         """Call ``callback(peer, reason)`` whenever a peer is lost, but not if it closes after it has finished."""
+        ...
+
+    def on_superseded(self, callback: Callable[[], None]) -> None:
+        """For a process that leads the run (`zmqtrain.net.settings.NetSettings.epoch`): call ``callback`` once a process with a
+        higher epoch leads it, as others tell in their greetings. They do not listen to this one any more."""
+        ...
+
+    def expect_back(self, peer: PeerId, wait: Callable[[], Awaitable[Returned]]) -> None:
+        """From now on this peer may be lost and come back: ``wait()`` says whether, once that is known."""
+        ...
+
+    async def returned(self, peer: PeerId) -> Returned:
+        """After an error that says that the peer is lost: wait until it is back, if it is one that is expected back. What was asked
+        of it must be asked again."""
         ...
 
     def forget(self, peer: PeerId, reason: str) -> None:

@@ -21,7 +21,7 @@ MAX_GREETING_BYTES = 4096
 #: Names of peers are part of ZeroMQ's routing identities, which are limited to 255 bytes.
 MAX_PEER_BYTES = 200
 
-RefusalCode = Literal["version", "token", "lost", "protocol"]
+RefusalCode = Literal["version", "token", "lost", "protocol", "epoch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,10 @@ class Hello:
     bulk_window: int
     region: int = 0
     """The shared memory that the sender has open; 0: none. Processes with the same one send each other descriptors of tensors."""
+    epoch: int = 0
+    """Of a process that leads the run: the number of its leadership; each successor has a higher one. 0: it does not lead."""
+    newest: int = 0
+    """The highest epoch that the sender knows of; 0: none."""
     version: int = WIRE_VERSION
 
 
@@ -62,7 +66,7 @@ class Refusal:
 
 _KINDS: dict[str, type[Hello] | type[Refusal]] = {"hello": Hello, "refusal": Refusal}
 #: Values of keys that earlier releases do not send.
-_ABSENT = {"region": 0}
+_ABSENT = {"region": 0, "epoch": 0, "newest": 0}
 _TYPES = {"str": str, "int": int, "bool": bool, "RefusalCode": str}
 
 

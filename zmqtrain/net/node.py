@@ -6,13 +6,13 @@ The state machines that it holds (`Link`, `Mailbox`, `Outbox`) make all decision
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.net import ending as endings
 from zmqtrain.net.delivery import Delivery, TopicSubscription
 from zmqtrain.net.ending import Ending
-from zmqtrain.net.endpoint import Handler, PeerId, Tag
+from zmqtrain.net.endpoint import Handler, PeerId, Returned, Tag
 from zmqtrain.net.greeting import MAX_PEER_BYTES
 from zmqtrain.net.incoming import Incoming
 from zmqtrain.net.link import Link
@@ -47,6 +47,7 @@ class Node:
         self._sends: dict[Outgoing, asyncio.Future[None]] = {}
         self._subscriptions: list[TopicSubscription] = []
         self._callbacks: list[Callable[[PeerId, str], None]] = []
+        self._expected: dict[PeerId, Callable[[], Awaitable[Returned]]] = {}
         self._closing: Ending | None = None
         self._closed: asyncio.Future[None] | None = None
         transport.start(self._board)
@@ -122,6 +123,16 @@ class Node:
 
     def on_lost(self, callback: Callable[[PeerId, str], None]) -> None:
         self._callbacks.append(callback)
+
+    def on_superseded(self, callback: Callable[[], None]) -> None:
+        self._board.on_superseded = callback
+
+    def expect_back(self, peer: PeerId, wait: Callable[[], Awaitable[Returned]]) -> None:
+        self._expected[peer] = wait
+
+    async def returned(self, peer: PeerId) -> Returned:
+        wait = self._expected.get(peer)
+        return "no" if wait is None else await wait()
 
     def pardon(self, count: int) -> None:
         self._board.pardon(count)

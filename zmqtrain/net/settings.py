@@ -27,7 +27,11 @@ class NetSettings:
     advertise: str = ""
     """Address to which others connect; empty: ``host``, or this machine's name if ``host`` means all interfaces."""
     port: int = 0
-    """Port of the control lane; 0: any free one, as for the bulk lane."""
+    """Port of the control lane; 0: any free one."""
+    bulk_port: int = 0
+    """Port of the bulk lane; 0: any free one."""
+    epoch: int = 0
+    """Of a process that leads the run: the number of its leadership. A process with a higher one makes it worthless."""
     ports: tuple[int, int] | None = None
     """The first and last port of the range for free ports; ``None``: the kernel's own range."""
     window_bytes: int = 16 * MIB

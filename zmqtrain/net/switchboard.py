@@ -69,6 +69,9 @@ class Switchboard:
         self._alarm = 0.0  # when the timer is due; uvloop does not tell the time of a timer that is due at once
         self._finished = False
         self._shut = False
+        self._newest = settings.epoch  # the highest epoch of a leader of the run
+        self.on_superseded: Callable[[], None] = lambda: None
+        """Called when another process has a higher epoch than this one, which leads."""
 
     # Calls by the node.
 
@@ -94,6 +97,8 @@ class Switchboard:
             return  # connected when this process or the peer has something to send: most pairs in a large run never do
         if not link.handshake.address:
             self._connect(link, address)
+        elif address == known and address != link.handshake.address and not link.handshake.opened and not link.up:
+            self._connect(link, address)  # the one that it announces itself may lead nowhere from here
         elif address not in (known, link.handshake.address):
             self._end(link, endings.lost(peer, f"it was restarted at {without_key(address)}"))
             self._gone.pop(peer, None)
@@ -282,6 +287,8 @@ class Switchboard:
             control_window=self._settings.control_window_bytes,
             bulk_window=self._settings.window_bytes,
             region=self._shared.region if self._shared is not None else 0,
+            epoch=self._settings.epoch,
+            newest=self._newest,
         )
         self._transport.send(link.peer, CONTROL, encode_greeting(hello), 0)
 
@@ -320,11 +327,16 @@ class Switchboard:
         link = self._links.get(peer)
         objection = self._admission.objection(hello, route, self._peer, self._settings)
         if objection is not None:
+            if objection[0] == "lost" and self._outdated(hello):
+                return
             self._refuse(hello, *objection)
             same_run = hello.token == self._settings.token
             if hello.version != WIRE_VERSION and same_run and (link is None or link.state is State.GREETING):
                 self.forget(peer, endings.other_version(peer, hello.version))
             return
+        if self._outdated(hello):
+            return
+        link = self._links.get(peer)
         judgement = Judgement.CONTINUES if link is None else link.handshake.judge(hello)
         if link is not None and judgement is not Judgement.CONTINUES:
             if judgement is Judgement.OUTDATED:
@@ -352,6 +364,24 @@ class Switchboard:
             self._hello(link, opened=link.state is State.OPEN)
         self.touch(link)
 
+    def _outdated(self, hello: Hello) -> bool:
+        """Look at the epochs in a greeting: only the highest counts. Returns whether the sender leads no more."""
+        known, self._newest = self._newest, max(self._newest, hello.epoch, hello.newest)
+        if 0 < self._settings.epoch < self._newest:
+            self.on_superseded()
+        if not 0 < hello.epoch < self._newest:
+            link = self._links.get(hello.peer)
+            if known < hello.epoch and link is not None and link.handshake.remote is not None:
+                before = link.handshake.remote
+                if before.process != hello.process and 0 < before.epoch < hello.epoch:  # whatever it still knows of this process
+                    self._end(link, endings.lost(hello.peer, "another process has taken its place"), refuse="epoch")
+            return False
+        self._refuse(hello, "epoch", f"epoch {hello.epoch} is over: a process with epoch {self._newest} leads the run")
+        link = self._links.get(hello.peer)
+        if link is not None and link.handshake.remote is not None and link.handshake.remote.process == hello.process:
+            self._end(link, endings.lost(hello.peer, "it does not lead the run any more"))
+        return True
+
     def _refuse(self, hello: Hello, code: RefusalCode, reason: str) -> None:
         self._counters["refused"] += 1
         if self._admission.may_answer(hello.address, self._loop.time()):
@@ -362,6 +392,8 @@ class Switchboard:
         for link in list(self._links.values()):
             if link.handshake.session == refusal.session:
                 log.warning("%s was refused by %s: %s", self._peer, refusal.peer, refusal.reason)
+                if refusal.code == "epoch" and self._settings.epoch:
+                    self.on_superseded()
                 self._end(link, endings.refused(link.peer, refusal.code, refusal.reason, refusal.version))
                 return
         self._counters["stray"] += 1

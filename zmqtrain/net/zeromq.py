@@ -110,7 +110,7 @@ class ZeroMQTransport:
             door = self._password if self.identity is None else self.identity
             self._zap = ZapHandler(self._loop, self._context, door, partial(self._turned_away, kind))
             control = self._listen(CONTROL, settings.port)
-            bulk = self._listen(BULK, 0)
+            bulk = self._listen(BULK, settings.bulk_port)
         except BaseException:
             self._shut()
             self._context.destroy(linger=0)

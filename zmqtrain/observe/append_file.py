@@ -18,6 +18,8 @@ class AppendFile:
         self.lost_bytes = 0
         """What was given up because it could not be written."""
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.size = os.fstat(self._file).st_size
+        """The file's size in bytes."""
         self._kept: list[bytes] = []
         self._kept_bytes = 0
 
@@ -47,6 +49,7 @@ class AppendFile:
                 self._kept, self._kept_bytes = [left], len(left)
             else:
                 self.lost_bytes += len(left)
+        self.size += written if not reason else whole
         return reason
 
     @property

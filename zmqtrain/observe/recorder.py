@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 from zmqtrain.events import EventValue
+from zmqtrain.wire.message import pack_value
 from zmqtrain.world import wall_s
 
 #: Takes a batch of events; returns when they have arrived.
@@ -21,6 +23,8 @@ AuditEvents: TypeAlias = Callable[[str, Mapping[str, object]], None]
 INTERVAL_S = 0.25
 #: The most events that may wait to be posted. Beyond it spans, which only serve display, are dropped and counted.
 MOST_WAITING = 50_000
+#: Events beyond so many are weighed, and beyond so many bytes dropped and counted: the launcher is away.
+FEW_WAITING, MOST_HELD = 2000, 16 << 20
 
 
 class RunRecorder:
@@ -41,7 +45,8 @@ class RunRecorder:
         self._first_step: int | None = None
         self._lock = threading.Lock()
         self._waiting: list[dict[str, Any]] = []
-        self._dropped = 0
+        self._dropped: Counter[str] = Counter()
+        self._held = 0  # bytes of the events beyond the first `FEW_WAITING`
         self._posting: asyncio.Future[None] | None = None  # the batch that is being posted
 
     def event(self, kind: str, /, *, step: int | None = None, **values: EventValue) -> None:
@@ -97,10 +102,11 @@ class RunRecorder:
             self._posted(posting)
         with self._lock:
             batch, self._waiting = self._waiting, []
-            dropped, self._dropped = self._dropped, 0
+            dropped, self._dropped = self._dropped, Counter()
+            self._held = 0
         if dropped:
             now = self._clock() + self._offset
-            batch.append({"kind": "dropped", "time": now, "step": None, "values": {"spans": dropped}})
+            batch.append({"kind": "dropped", "time": now, "step": None, "values": dict(dropped)})
         if batch:
             self._posting = posting = asyncio.ensure_future(self._post(batch))
             await asyncio.shield(posting)
@@ -121,7 +127,14 @@ class RunRecorder:
 
     def _add(self, event: dict[str, Any]) -> None:
         with self._lock:
-            if len(self._waiting) >= MOST_WAITING and event["kind"] == "span":
-                self._dropped += 1
-            else:
-                self._waiting.append(event)
+            crowded = len(self._waiting) >= MOST_WAITING
+            if crowded and event["kind"] == "span":
+                self._dropped["spans"] += 1
+                return
+            if len(self._waiting) >= FEW_WAITING:  # nobody takes them at the moment
+                nbytes = len(pack_value(event))
+                if self._held + nbytes > MOST_HELD:
+                    self._dropped["events"] += 1
+                    return
+                self._held += nbytes
+            self._waiting.append(event)

@@ -7,7 +7,7 @@ A disk that is full, or a directory that somebody removes, does not end the run:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class RunDirectory:
         self.trace = Trace()
         self.on_failure: Callable[[str], None] = lambda _text: None
         """Called with a line for the user when something cannot be written, once for each file."""
+        self.on_flush: Callable[[], None] = lambda: None
+        """Called after `flush`."""
         self._unwritten: dict[str, str] = {}  # what could not be written, and why
         self._gone = False
         self._events = AppendFile(path / "events.jsonl")
@@ -68,6 +70,31 @@ class RunDirectory:
             return cls(path)
         except OSError as error:
             raise UsageError(f"cannot continue in the run directory {path}: {error}") from error
+
+    @classmethod
+    def take_over(cls, path: Path, sizes: Mapping[str, int]) -> tuple[RunDirectory, list[str]]:
+        """Open the directory of a run whose launcher was ended, for another one. ``sizes``: how far each file had come; what is
+        beyond has never been acknowledged, and comes again.
+
+        Returns also the names of the files that are shorter, since their machine was ended, too. Raises `UsageError`."""
+        shorter = []
+        try:
+            for file in [path / "events.jsonl", *(path / "logs").glob("*.log")]:
+                name = str(file.relative_to(path))
+                size, found = sizes.get(name, 0), file.stat().st_size
+                if found > size:
+                    os.truncate(file, size)
+                elif found < size:
+                    shorter.append(name)
+                    _whole_lines(file)
+            return cls(path), shorter
+        except OSError as error:
+            raise UsageError(f"cannot continue in the run directory {path}: {error}") from error
+
+    def sizes(self) -> dict[str, int]:
+        """How far each file has come that this process has written to."""
+        logs = {f"logs/{log_name(peer)}.log": log.size for peer, log in self._logs.items()}
+        return {"events.jsonl": self._events.size, **logs}
 
     @property
     def checkpoints(self) -> Path:
@@ -140,6 +167,7 @@ class RunDirectory:
         """Make the written events visible to readers of the file."""
         self._look()
         self._check("events.jsonl", self._events.flush())
+        self.on_flush()
 
     def close(self) -> None:
         """Close the event file and the logs, and write the trace. Idempotent."""
@@ -171,6 +199,12 @@ class RunDirectory:
 def log_name(peer: str) -> str:
     """``worker/3`` as a file name."""
     return peer.replace("/", "-")
+
+
+def _whole_lines(file: Path) -> None:
+    """Cut off a last line that is not whole."""
+    data = file.read_bytes()
+    os.truncate(file, data.rfind(b"\n") + 1)
 
 
 def latest_run(parent: Path = Path("runs")) -> Path | None:

@@ -14,14 +14,11 @@ another has already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Expected, Fabric, Label
@@ -135,33 +132,6 @@ def _gatherings(source: Placement, target: Placement, shape: tuple[int, ...]) ->
             return None
         found.append(Gathering(tuple(ordered), dimension))
     return tuple(found)
-
-
-def redistribute(local: Tensor, source: Placement, target: Placement, shape: Sequence[int], fabric: Fabric, layer: str) -> Tensor:
-    """This process's block in ``target`` of an activation of whole ``shape`` that lies as ``source`` says, with its gradient.
-
-    All processes of the group must call it. ``layer`` names the layer that needs it, in labels.
-    """
-    way = route(source, target, tuple(shape))
-    expected = source.local_shape(shape, fabric.rank)
-    if tuple(local.shape) != expected:
-        raise UsageError(f"{layer}: rank {fabric.rank} has a part of shape {tuple(local.shape)}, and its placement {expected}")
-    if source == target or way.unchanged:
-        return local
-    return cast(Tensor, _Redistribute.apply(local, way, fabric, layer))  # type: ignore[no-untyped-call]
-
-
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, way: Route, fabric: Fabric, layer: str) -> Tensor:
-        ctx.way, ctx.fabric, ctx.layer = way, fabric, layer
-        return carry(local, way, fabric, Label(layer, "redistribute"))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
-        back = route(ctx.way.target, ctx.way.source, ctx.way.shape)
-        return carry(gradient, back, ctx.fabric, Label(ctx.layer, "redistribute", "backward")), None, None, None
 
 
 def carry(local: Tensor, way: Route, fabric: Fabric, label: Label) -> Tensor:

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Expected, Fabric, Label
-from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placement import Divisions, Range
 
 #: The ranges along the divided dimension that each row holds, in the order in which they lie in its part: several where a parameter
@@ -77,46 +76,9 @@ class Shard:
         return whole
 
 
-@runtime_checkable
-class HasShards(Protocol):
-    """A module whose own parameters and buffers (not those of its children) are divided."""
-
-    def shards(self) -> Mapping[str, Shard]:
-        """By the names of parameters and buffers in this module."""
-        ...
-
-
 def one_range(divisions: Divisions) -> Pieces:
     """The pieces of a dimension of which each row holds one range."""
     return tuple((each,) for each in divisions)
-
-
-def shards_of(
-    model: nn.Module, grid: Grid, rank: int, summed_over: Mapping[str, tuple[int, ...]] | None = None
-) -> dict[str, Shard]:
-    """The shards of all parameters and buffers of a model, by their names in its state dict.
-
-    Modules without shards of their own are whole, and sum over the row; ``summed_over`` names those that sum over other ranks (all
-    of them, for batch- and domain-parallel layers): parameters, or modules that they are in.
-    """
-    found: dict[str, Shard] = {}
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        own = module.shards() if isinstance(module, HasShards) else {}
-        for kind in (module.named_parameters, module.named_buffers):
-            for each, tensor in kind(recurse=False):
-                ranks = _nearest(prefix + each, summed_over or {}, grid.row(rank))
-                found[prefix + each] = own.get(each) or Shard(name, tuple(tensor.shape), grid.column(rank), ranks)
-    return found
-
-
-def _nearest(name: str, named: Mapping[str, tuple[int, ...]], otherwise: tuple[int, ...]) -> tuple[int, ...]:
-    """What is said of a parameter, or of the nearest module around it."""
-    while name:
-        if name in named:
-            return named[name]
-        name = name.rpartition(".")[0]
-    return named.get("", otherwise)
 
 
 def gather_state(state: Mapping[str, Tensor], shards: Mapping[str, Shard], fabric: Fabric) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ earlier layer is taken, what it sends to them is paid, and they are forgotten.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.price import changing_bytes, price
 from zmqtrain.plan.problem import Options, Problem
-from zmqtrain.plan.ways import Array, Indices, State, Ways, lower, spread, states_of, times_of, unbeaten
+from zmqtrain.plan.ways import Array, Indices, State, Ways, lower, spread, states_of, times_of, unbeaten, unfit
 
 #: The most paths that are kept after each layer. If there are more, those are kept that took least, and the result may not be best.
 MOST_KEPT = 20_000
@@ -122,6 +123,8 @@ def _sent(problem: Problem, states: Sequence[Sequence[State]]) -> dict[tuple[int
         add(before, after, seconds)
     for moved in graph.brought:
         add(moved.source, moved.target, table(moved.source, moved.target, meet=True, nbytes=problem.batch_bytes(moved.numel)))
+    for place, (here, later) in enumerate(itertools.pairwise(states) if problem.main is not None else ()):
+        add(place, place + 1, unfit(problem.main, here, later))
     for *first, last in graph.pairs:  # they are divided together or not at all
         for each in first:
             together = [

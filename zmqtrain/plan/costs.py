@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.link import NOTHING, ChangedByte, Changes, Cost, LayerCost
 from zmqtrain.plan.placed import Lies, Placed, lacking
@@ -65,6 +66,10 @@ class Pricing(Protocol):
         self, before: Stage, sources: Sequence[Placed], at: Stage, targets: Sequence[Placed], *, back: bool = False
     ) -> Changes:
         """The same of bringing a stage's outputs to where the outputs of the stage ``at`` lie, to which they are added."""
+        ...
+
+    def returned(self, stage: Stage, placed: Placed, main: Grid, *, back: bool = False) -> Changes:
+        """The same of bringing the model's output to the columns of ``main``, which have been given its samples."""
         ...
 
     def change_key(self, before: Stage, after: Stage) -> Hashable:
@@ -129,6 +134,11 @@ class Paper:
     ) -> Changes:
         """As for the next layer: every layer leaves its outputs as it takes its inputs."""
         return self.changes(before, sources, at, targets, back=back)
+
+    def returned(self, stage: Stage, placed: Placed, main: Grid, *, back: bool = False) -> Changes:
+        """Nothing: the paper does not have it."""
+        nothing = np.zeros((1, 1))
+        return Changes(nothing, ChangedByte(nothing, nothing, nothing))
 
     def change_key(self, before: Stage, after: Stage) -> Hashable:
         """A constant: the cost depends on nothing."""

@@ -19,9 +19,8 @@ Counts: TypeAlias = dict[tuple[int, Term, Phase], Sent]
 def counted(layers: Sequence[Stage], ranks: Sequence[Mapping[Label, Sent]]) -> Counts:
     """The most messages, and the most bytes, that a rank has sent in a step.
 
-    Data gathered for a layer without weights, like strips before they are flattened, is counted with the layer before it. If the
-    last layers are on another grid, the output is returned to the columns that were given its samples; that belongs to no layer and
-    is not counted.
+    Data gathered for a layer without weights, like strips before they are flattened, is counted with the layer before it; what
+    returns the output to the columns that were given its samples, with the last layer.
     """
     sums: dict[tuple[int, Term, Phase], list[Sent]] = defaultdict(lambda: [Sent()] * len(ranks))
     for rank, sent in enumerate(ranks):
@@ -33,8 +32,10 @@ def counted(layers: Sequence[Stage], ranks: Sequence[Mapping[Label, Sent]]) -> C
 
 
 def stage_of(layers: Sequence[Stage], label: Label) -> int | None:
-    """The place of the layer with which a message is counted; ``None`` for what the planner does not see: functions, the output."""
+    """The place of the layer with which a message is counted; ``None`` for what the planner does not see: functions."""
     graph = graph_of(layers)
+    if label.layer == "output" and label.term == "redistribute":
+        return graph.output
     if label.term == "redistribute" and label.layer in dict(graph.modules):  # where branches meet
         return dict(graph.modules)[label.layer]
     found = next((index for index, stage in enumerate(layers) if any(each.name == label.layer for each in stage.layers)), None)

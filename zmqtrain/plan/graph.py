@@ -46,6 +46,11 @@ class Graph:
         """The stages with which a stage may be divided together, with itself; none if there are none."""
         return next((pair for pair in self.pairs if index in pair), ())
 
+    @property
+    def output(self) -> int:
+        """The last stage whose output is the model's."""
+        return max(index for index in range(len(self.before)) if self.ends(index))
+
     def ends(self, index: int) -> bool:
         """Whether nothing takes a stage's output: it is the model's."""
         return index not in self.before and all(each.source != index for each in self.brought)

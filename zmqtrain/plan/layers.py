@@ -107,6 +107,9 @@ class LayerShape:
     """Whether it needs all channels of a position at once, so that divided channels of the layer before it are gathered."""
     statistics: bool = False
     """Whether it sums statistics of channels over all samples: batch norm."""
+    means: int = 0
+    """Of how many groups of channels it needs means of each sample, which are sums over what is divided: group and instance
+    norms."""
     adaptive: bool = False
     """Whether it pools any input to a fixed size."""
     pieces: tuple[Weights, ...] = ()

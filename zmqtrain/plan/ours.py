@@ -20,7 +20,8 @@ from functools import lru_cache
 import numpy as np
 
 from zmqtrain.parallel.geometry import Count, Division, Table, Transposed, Window, even, follow, halo_traffic
-from zmqtrain.plan.collective import Sent, all_reduce, idle, ring
+from zmqtrain.parallel.grid import Grid
+from zmqtrain.plan.collective import Sent, all_reduce, between_hosts, hops, idle, ring
 from zmqtrain.plan.costs import WORD_BYTES
 from zmqtrain.plan.layers import PASSES, Stage
 from zmqtrain.plan.link import NOTHING, Array, ChangedByte, Changes, Cost, LayerCost
@@ -79,6 +80,17 @@ class Ours:
         """As `changes`, to what the other stage leaves divided."""
         ways = [(Lies.of(_left(before, sources), 0), Lies.of(_left(at.alone, targets), 1))]
         return self._moved(before, sources[0].grid.size, ways, back)
+
+    def returned(self, stage: Stage, placed: Placed, main: Grid, *, back: bool = False) -> Changes:
+        """Strips are gathered first. It stays where it lies if every process was given all samples."""
+        held = _left(stage, [replace(placed, choice="whole") if placed.choice == "model" else placed])[0]
+        whole = replace(held, strips=1)
+        ways = [(held, whole)] if held.strips > 1 else []
+        if main.columns > 1 and placed.choice != "batch" and placed.grid != main:
+            ways.append((whole, Lie(main.columns)))
+        return self._moved(
+            stage, placed.grid.size, [(Lies.of([one], 0), Lies.of([other], 1)) for one, other in ways or [(held, held)]], back
+        )
 
     def _moved(self, before: Stage, size: int, ways: Sequence[tuple[Lies, Lies]], back: bool) -> Changes:
         """From each of some divisions to each of others, in one or more steps."""
@@ -163,7 +175,10 @@ class Ours:
     def _rows(self, sent: Count, row_bytes: int, placed: Placed, calls: int) -> Cost:
         if placed.grid.size <= self.per_host:
             return Cost(memory_bytes=2 * sent.nbytes * row_bytes * placed.grid.size)
-        return Cost.sent(sent.messages * calls, sent.nbytes * row_bytes, sharing=self._crossing(placed.grid.columns))
+        cost = Cost.sent(sent.messages * calls, sent.nbytes * row_bytes, sharing=self._crossing(placed.grid.columns))
+        if self._together(placed) > 1 and placed.strips > 2:  # one of its neighbours is on its own host
+            cost = replace(cost, messages=cost.messages / 2, nic_bytes=cost.nic_bytes / 2)
+        return cost
 
     # All layers.
 
@@ -180,6 +195,10 @@ class Ours:
                 told = Sent(members - 1, (members - 1) * (2 * channels + 1))
                 there += self._wire(told, placed, layer.calls, itemsize)
                 back += self._wire(all_reduce(2 * channels, members, itemsize), placed, layer.calls, itemsize)
+            elif layer.means and (placed.strips > 1 or (divided and layer.means % grid.rows)):
+                numel = samples * layer.means
+                there += self._wire(all_reduce(numel, grid.rows, self.word_bytes), placed, 2 * layer.calls)
+                back += self._wire(all_reduce(2 * numel, grid.rows, self.word_bytes), placed, layer.calls)
             elif layer.one_row and placed.strips > 1:
                 there += self._wire(all_reduce(samples * layer.numel_out, grid.rows, self.word_bytes), placed, layer.calls)
         return there, back
@@ -204,7 +223,7 @@ class Ours:
         size = placed.grid.rows
         if placed.grid.size <= self.per_host:  # each process writes its part, and all read everything
             return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * rounds * self.word_bytes)
-        return self._wire(ring(numel, units, size), placed, rounds)
+        return self._wire(self._passed_on(ring(numel, units, size), placed, size), placed, rounds)
 
     def _sum(self, numel: int, placed: Placed, rounds: int) -> Cost:
         """A column's all-reduces of ``numel`` elements each."""
@@ -212,8 +231,20 @@ class Ours:
         if placed.grid.size <= self.per_host:
             return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * rounds * self.word_bytes)
         waits = idle(numel, size, self.word_bytes) * rounds * self.word_bytes
-        cost = self._wire(all_reduce(numel, size, self.word_bytes), placed, rounds)
+        cost, together = self._wire(all_reduce(numel, size, self.word_bytes), placed, rounds), self._together(placed)
+        if together > 1:
+            sent = between_hosts(numel, size, self.word_bytes, together)
+            nbytes = sent.numel * rounds * self.word_bytes * self._crossing(placed.grid.columns)
+            cost = replace(cost, messages=sent.messages * rounds, nic_bytes=nbytes)
         return cost + Cost(nic_bytes=waits * self._crossing(placed.grid.columns))
+
+    def _together(self, placed: Placed) -> int:
+        """How many neighbouring rows of a column are on one host."""
+        return max(1, self.per_host // placed.grid.columns)
+
+    def _passed_on(self, sent: Sent, placed: Placed, size: int) -> Sent:
+        """What a ring over a column sends, with the messages that go to another host."""
+        return replace(sent, messages=min(sent.messages, hops(size, self._together(placed))))
 
     def _wire(self, sent: Sent, placed: Placed, rounds: int, itemsize: int = 0) -> Cost:
         nbytes = sent.numel * rounds * (itemsize or self.word_bytes)

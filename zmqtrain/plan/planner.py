@@ -17,23 +17,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from zmqtrain.errors import UsageError
+from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.plan import Plan
 from zmqtrain.plan.branching import search
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.placed import Placed
-from zmqtrain.plan.price import PlanPrice, Times, changing_bytes, price
-from zmqtrain.plan.problem import Options, Problem, plan_of
-from zmqtrain.plan.ways import Array, State, Ways, spread, states_of, times_of, unbeaten
+from zmqtrain.plan.price import PlanPrice, Times, changing_bytes, divided, price, returned
+from zmqtrain.plan.problem import Options, Problem, main_grid, plan_of
+from zmqtrain.plan.ways import Array, State, Ways, spread, states_of, times_of, unbeaten, unfit
 from zmqtrain.topology.rounded import rounded_size
 
 #: The number of paths that all states of all layers may keep together, which bounds the planner's time; and the fewest per state.
 MOST_WAYS = 400_000
 FEWEST_WAYS = 48
+#: The number of paths after which no further main grid is tried, where the output's way back makes one of them costly.
+MOST_RETURNING = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +70,63 @@ def plan(problem: Problem) -> Planned:
             f"no grid of {problem.processes} processes divides any layer for a batch of {problem.batch}: "
             f"choose another number of processes, or a larger batch. Layer {stage.name}: {reasons}"
         )
-    found, ways = _search(problem, options)
-    if problem.memory_bytes is not None and price(problem, found).memory.total > problem.memory_bytes:
-        found, more = _search(problem, options, limit=problem.memory_bytes)
-        ways += more
+    tables: _Tables = {}
+    found, ways = _fitting(problem, options, tables)
+    found, more = _returning(problem, options, found, tables)
+    ways += more
     return Planned(problem, tuple(found), price(problem, found), options, ways)
 
 
-def _search(problem: Problem, options: Sequence[Options], limit: float | None = None) -> tuple[list[Placed], int]:
+#: Placements, and seconds for messages and for a byte of every change between them; by the layers' part in them.
+_Tables: TypeAlias = dict[Any, tuple[tuple[Placed, ...], Array, Array]]
+
+
+def _fitting(problem: Problem, options: Sequence[Options], tables: _Tables) -> tuple[list[Placed], int]:
+    """The best plan that fits in memory, and the number of paths that were looked at."""
+    found, ways = _search(problem, options, tables)
+    limit = problem.memory_bytes
+    if limit is None or price(problem, found).memory.total <= limit:
+        return found, ways
+    found, more = _search(problem, options, tables, limit)
+    return found, ways + more
+
+
+def _returning(problem: Problem, options: Sequence[Options], found: list[Placed], tables: _Tables) -> tuple[list[Placed], int]:
+    """The best plan if the output's way back counts, too. ``found``: the best one without it.
+
+    The main grid depends on the first layers, and that way on the last ones: so each main grid is a search of its own. None of
+    them can be better than the best plan without the way if that has no such way.
+    """
+    best_s, looked_at, main = price(problem, found).step_s, 0, main_grid(found)
+    stays_s, moves_s = (
+        sum(
+            problem.link.seconds(each)
+            for end in range(len(found))
+            for each in returned(problem, end, divided(problem, found, end), found[end], grid)
+        )
+        for grid in (Grid(problem.processes, 1), main)
+    )
+    if moves_s == stays_s:
+        return found, 0
+    batch = Placed.of("batch", main)
+    candidates = [[batch for _ in found]] if all(batch in option.placed for option in options) else []
+    for grid in sorted(problem.grids(), key=lambda each: (each not in (main, found[-1].grid), each.rows)):
+        if grid.rows == 1 or looked_at > MOST_RETURNING:
+            continue
+        try:
+            tried, more = _fitting(replace(problem, main=grid), options, tables)
+        except UsageError:  # with this grid nothing fits in memory
+            continue
+        looked_at += more
+        candidates.append(tried)
+    for tried in candidates:
+        priced = price(problem, tried)
+        if priced.step_s < best_s and (problem.memory_bytes is None or priced.memory.total <= problem.memory_bytes):
+            found, best_s = tried, priced.step_s
+    return found, looked_at
+
+
+def _search(problem: Problem, options: Sequence[Options], tables: _Tables, limit: float | None = None) -> tuple[list[Placed], int]:
     """The best plan, and the number of paths that were looked at."""
     if limit is not None:
         every = (states_of(problem, option, index) for index, option in enumerate(options))
@@ -84,20 +136,20 @@ def _search(problem: Problem, options: Sequence[Options], limit: float | None = 
                 f"no plan fits in memory: a process needs at least {rounded_size(least)}, but may use only {rounded_size(limit)}. "
                 "Use more processes or a smaller batch, or raise [plan] memory"
             )
-    return _chain(problem, options, limit) if problem.graph.chain else search(problem, options, limit)
+    return _chain(problem, options, limit, tables) if problem.graph.chain else search(problem, options, limit)
 
 
 def _chain(
-    problem: Problem, options: Sequence[Options], limit: float | None, edges: _Edges | None = None
+    problem: Problem, options: Sequence[Options], limit: float | None, tables: _Tables, edges: _Edges | None = None
 ) -> tuple[list[Placed], int]:
     """The search where each layer takes the outputs of the one before it. ``edges``: of the same problem, with another overlap."""
     bound_s, looked_at = math.inf, 0
     states = [states_of(problem, option, index) for index, option in enumerate(options)]
     every = sorted({state for here in states for state in here}, key=str)
     number = {state: index for index, state in enumerate(every)}
-    edges = edges or _Edges(problem, every)
+    edges = edges or _Edges(problem, every, tables)
     if problem.overlap > 0:  # a good plan, whose step time is an upper bound for all paths
-        plain, looked_at = _chain(replace(problem, overlap=0.0), options, limit, edges)
+        plain, looked_at = _chain(replace(problem, overlap=0.0), options, limit, tables, edges)
         bound_s = price(problem, plain).step_s * (1 + 1e-9)
     times = [[times_of(problem, index, state) for state in here] for index, here in enumerate(states)]
     least = np.cumsum([0.0, *(min(each.memory for each in here) for here in times)])  # of the layers before each one
@@ -128,9 +180,10 @@ def _chain(
 class _Edges:
     """The cost of every change, in forward and backward: seconds for messages, and per byte of activations."""
 
-    def __init__(self, problem: Problem, every: Sequence[State]) -> None:
-        self._problem, self._every = problem, every
+    def __init__(self, problem: Problem, every: Sequence[State], tables: _Tables) -> None:
+        self._problem, self._every, self._tables = problem, every, tables
         self._known: dict[Any, tuple[Array, Array]] = {}
+        self._unfit = unfit(problem.main, every, every)
 
     def seconds(self, index: int) -> Array:
         """Between a layer and the one after it; infinite if they do not fit together."""
@@ -140,16 +193,28 @@ class _Edges:
         if key not in self._known:
             self._known[key] = self._edges(before, after)
         messages_s, unit_s = self._known[key]
-        return messages_s + unit_s * changing_bytes(self._problem, after)
+        return messages_s + unit_s * changing_bytes(self._problem, after) + self._unfit
+
+    def _changes(self, before: Stage, after: Stage, wanted: Sequence[Placed]) -> tuple[Array, Array]:
+        problem, link = self._problem, self._problem.link
+        key = problem.pricing.change_key(before, after)
+        placed, messages_s, unit_s = self._tables.get(key, ((), np.zeros(0), np.zeros(0)))
+        if not set(wanted) <= set(placed):
+            placed = tuple(wanted)
+            messages_s, unit_s = np.zeros((len(placed), len(placed))), np.zeros((len(placed), len(placed)))
+            for back in (False, True) if problem.charge_changes else ():
+                found = problem.pricing.changes(before, placed, after, placed, back=back)
+                messages_s += found.messages * link.alpha_s
+                unit_s += found.unit.nic_bytes * link.byte_s + found.unit.memory_bytes * link.memory_byte_s
+            self._tables[key] = placed, messages_s, unit_s
+        where = {each: number for number, each in enumerate(placed)}
+        these = np.ix_(*[[where[each] for each in wanted]] * 2)
+        return messages_s[these], unit_s[these]
 
     def _edges(self, before: Stage, after: Stage) -> tuple[Array, Array]:
-        problem, link = self._problem, self._problem.link
-        placed = list(dict.fromkeys(state.placed for state in self._every))
-        messages_s, unit_s = np.zeros((len(placed), len(placed))), np.zeros((len(placed), len(placed)))
-        for back in (False, True) if problem.charge_changes else ():
-            found = problem.pricing.changes(before, placed, after, placed, back=back)
-            messages_s += found.messages * link.alpha_s
-            unit_s += found.unit.nic_bytes * link.byte_s + found.unit.memory_bytes * link.memory_byte_s
+        problem = self._problem
+        placed = sorted({state.placed for state in self._every}, key=str)
+        messages_s, unit_s = self._changes(before, after, placed)
         where = {each: number for number, each in enumerate(placed)}
         each = [where[state.placed] for state in self._every]
         messages_s, unit_s = messages_s[np.ix_(each, each)], unit_s[np.ix_(each, each)]

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from zmqtrain.collectives.choose import piece_bytes
 from zmqtrain.net.settings import NetSettings
+from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.link import Changes, Cost, LayerCost
 from zmqtrain.plan.memory import Memory
 from zmqtrain.plan.placed import Placed
-from zmqtrain.plan.problem import Problem
+from zmqtrain.plan.problem import Problem, main_grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,16 @@ def brought(problem: Problem, placed: Sequence[Placed], index: int) -> tuple[Cos
     return there, back
 
 
+def returned(problem: Problem, index: int, stage: Stage, placed: Placed, main: Grid) -> tuple[Cost, Cost]:
+    """What brings the output of the model to where its samples were given, and its gradient back. ``stage``: as it is divided."""
+    if not problem.charge_changes or not problem.graph.ends(index):
+        return Cost(), Cost()
+    nbytes = problem.batch_bytes(stage.numel_out)
+    found = [problem.pricing.returned(stage, placed, main, back=back) for back in (False, True)]
+    there, back = (_cost(each, nbytes) for each in found)
+    return there, back
+
+
 def _cost(change: Changes, nbytes: int) -> Cost:
     messages, each = change.one()
     return Cost(messages) + each.times(nbytes)
@@ -149,6 +160,11 @@ def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerC
             joined = joined_units(one, stage)
         else:
             moved = redistribution(problem, one, source, stage, how)
+            there, back = there + moved[0], back + moved[1]
+    if index == problem.graph.output:
+        main = main_grid(placed)
+        for end in range(len(placed)):
+            moved = returned(problem, end, divided(problem, placed, end), placed[end], main)
             there, back = there + moved[0], back + moved[1]
     cost = pricing.layer(stage, how, problem.batch, first=first, last=last, joined=joined)
     return replace(cost, redistribute=there, redistribute_back=back)

@@ -49,6 +49,8 @@ class Problem:
     optimizer_words: int = 1
     charge_changes: bool = True
     """Whether changes of placement between layers cost what Eq. 6 says."""
+    main: Grid | None = None
+    """The only grid that plans may have as their main one (`main_grid`); ``None``: any."""
     whole_model: bool = False
     """Whether only the batch may be divided and not the model, for example in float16 (`zmqtrain.topology.rules`)."""
 
@@ -140,6 +142,11 @@ class Problem:
     def memory(self, stage: Stage, placed: Placed) -> Memory:
         """The memory of one process for a layer."""
         return memory(stage, placed, self.batch, word_bytes=self.pricing.word_bytes, optimizer_words=self.optimizer_words)
+
+
+def main_grid(placed: Sequence[Placed]) -> Grid:
+    """The grid whose columns are given a plan's samples: the first one by whose rows a layer is computed."""
+    return next((each.grid for each in placed if each.choice != "batch"), placed[0].grid)
 
 
 @dataclass(frozen=True, slots=True)

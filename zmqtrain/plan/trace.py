@@ -24,6 +24,8 @@ from zmqtrain.plan.layers import DIVISIBLE, INPUT, Branch, Kind, LayerShape, Mee
 #: Samples of the traced forward: the fewest that batch norm allows in training.
 SAMPLES = 2
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+#: Those with means over groups of channels of a sample.
+_MEANS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _POOLS = (_AvgPoolNd, _MaxPoolNd, _AdaptiveAvgPoolNd, _AdaptiveMaxPoolNd)
 #: Modules with submodules that count as one layer, because they are divided as one.
 _ONE_LAYER = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -185,7 +187,8 @@ def _layer(call: _Call) -> LayerShape:
         shape,
         flops=2 * matrices * positions if shape.kind in _MULTIPLIES else elementwise,
         statistics=isinstance(module, _BatchNorm),
-        mixes=shape.kind not in (*DIVISIBLE, "own") and not isinstance(module, (_BatchNorm, *_BY_CHANNEL)),
+        means=_means(module, call.inputs),
+        mixes=shape.kind not in (*DIVISIBLE, "own") and not isinstance(module, (_BatchNorm, *_MEANS, *_BY_CHANNEL)),
         **_attention(module),
     )
     if isinstance(module, nn.RNNBase):
@@ -204,6 +207,13 @@ def _layer(call: _Call) -> LayerShape:
             groups=getattr(module, "groups", 1),
         )
     return shape
+
+
+def _means(module: nn.Module, inputs: tuple[int, ...]) -> int:
+    """Of how many groups of channels a norm needs means."""
+    if isinstance(module, nn.GroupNorm):
+        return module.num_groups
+    return inputs[0] if isinstance(module, _MEANS) else 0
 
 
 def _attention(module: nn.Module) -> dict[str, Any]:

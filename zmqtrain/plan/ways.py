@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.placed import Placed
-from zmqtrain.plan.price import Times, joined_units
+from zmqtrain.plan.price import Times, joined_units, returned
 from zmqtrain.plan.problem import Options, Problem
 
 Array: TypeAlias = NDArray[np.float64]
@@ -27,6 +30,12 @@ class State:
     joined: bool = False
     paired: bool = False
     """Whether the layer is divided together with the others of its pair."""
+    begun: bool = False
+    """Where the plan's main grid is given: whether the rows of a grid compute this layer or one before it."""
+
+    def begins(self, main: Grid) -> bool:
+        """Whether the first layer may be in this state."""
+        return self.begun == (self.placed.choice != "batch") and (not self.begun or self.placed.grid == main)
 
 
 def states_of(problem: Problem, options: Options, index: int) -> list[State]:
@@ -40,7 +49,20 @@ def states_of(problem: Problem, options: Options, index: int) -> list[State]:
             for each in every
             if joins(problem.stage(place, each.placed), each.placed, problem.stage(index, each.placed), each.placed)
         ]
-    return found
+    if problem.main is None:
+        return found
+    found = [replace(each, begun=True) for each in found] + [each for each in found if each.placed.choice == "batch"]
+    return found if index else [each for each in found if each.begins(problem.main)]
+
+
+def unfit(main: Grid | None, states: Sequence[State], after: Sequence[State]) -> Array:
+    """0 where a layer may be in one of the states ``after`` if the layer before it is in one of ``states``, else infinite: the
+    first grid with rows must be the main one."""
+    if main is None:
+        return np.zeros((len(states), len(after)))
+    begun = np.array([[state.begun] for state in states])
+    begins, still = np.array([state.begins(main) for state in after]), np.array([state.begun for state in after])
+    return np.where(np.where(begun, still, begins | ~still), 0.0, math.inf)
 
 
 def times_of(problem: Problem, index: int, state: State) -> Times:
@@ -51,7 +73,10 @@ def times_of(problem: Problem, index: int, state: State) -> Times:
         joined = joined_units(problem.stage(before, state.placed), stage)
     first, last = before is None, graph.ends(index)
     cost = problem.pricing.layer(stage, state.placed, problem.batch, first=first, last=last, joined=joined)
-    return Times.of(problem, stage, state.placed, cost)
+    times = Times.of(problem, stage, state.placed, cost)
+    main = problem.main or Grid(problem.processes, 1)  # at least
+    back_s = sum(problem.link.seconds(each) for each in returned(problem, index, stage, state.placed, main))
+    return replace(times, waits_s=times.waits_s + back_s)
 
 
 @dataclass(frozen=True, slots=True)

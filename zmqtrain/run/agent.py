@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from zmqtrain.errors import ConnectivityError, ZmqTrainError
 from zmqtrain.membership.actions import TOLD_TO_END
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.run.preemption import PREEMPT
 from zmqtrain.run.report import LOG
 from zmqtrain.waiting import task_group
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 PRINT_S = 0.05
 #: Pieces of one role's output are joined up to this many characters.
 LONGEST_TEXT = 32_000
+#: The most characters of all roles that wait for a launcher that is away; more is dropped, and counted.
+MOST_HELD = 4_000_000
 
 
 class RoleProcess(Protocol):
@@ -95,6 +96,8 @@ class Agent:
         self._preempted = asyncio.Event()
         self._stopped: set[PeerId] = set()  # roles that this agent has ended
         self._lines: list[dict[str, Any]] = []
+        self._held = 0  # characters that wait to be sent, or to be answered
+        self._dropped: dict[PeerId, int] = {}  # characters of each role that were dropped since the last line that says so
         self._more_lines = asyncio.Event()
 
     async def run(self) -> None:
@@ -103,11 +106,13 @@ class Agent:
         Raises `ConnectivityError` if the coordinator is gone or has given up this host. Its roles are not needed then: end those
         that are left.
         """
+        self._link.alone_s = self._description.alone_s
         self._link.on_halt(self._halt)
         self._link.on_lost(self._end_lost)
         async with task_group() as group:
             background = [
                 group.create_task(self._link.run(), name="heartbeats"),
+                group.create_task(self._link.membership.keep_in_touch(), name="keep in touch"),
                 group.create_task(self._end_roles(), name="end roles"),
                 group.create_task(self._ask_to_stop(), name="ask to stop"),
                 group.create_task(self._withdraw(), name="withdraw this host"),
@@ -210,6 +215,7 @@ class Agent:
                 async with asyncio.timeout(self._patience_s):
                     await self._link.membership.halt(reason)
         self._stopping.set()
+        self._link.membership.hurry()
 
     def _end_lost(self, peer: PeerId) -> None:
         """The run continues without a role that may hang for ever. It may also have failed and be about to report it: its
@@ -238,9 +244,13 @@ class Agent:
 
     async def _ask_to_stop(self) -> None:
         await self._preempted.wait()
-        await self._link.membership.endpoint.request(COORDINATOR, PREEMPT, timeout=self._timeouts.request_s)
+        await self._link.membership.ask(PREEMPT)
 
     def _printed(self, peer: PeerId, text: str) -> None:
+        if self._held + len(text) > MOST_HELD:
+            self._dropped[peer] = self._dropped.get(peer, 0) + len(text)
+            return
+        self._held += len(text)
         self._lines.append({"kind": LOG, "peer": peer, "text": text})
         self._more_lines.set()
 
@@ -253,8 +263,13 @@ class Agent:
     async def _send_lines(self) -> None:
         self._more_lines.clear()
         lines, self._lines = self._lines, []
+        for peer, count in self._dropped.items():
+            text = f"[{count} characters that it printed while the launcher was away were dropped]\n"
+            lines.append({"kind": LOG, "peer": peer, "text": text})
+        self._dropped.clear()
         if lines:
             await self._link.membership.report(_joined(lines))
+            self._held = sum(len(line["text"]) for line in self._lines)
 
 
 def _joined(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

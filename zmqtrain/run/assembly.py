@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zmqtrain.membership.common_stop import tell_again
 from zmqtrain.membership.coordinator import Coordinator, EventCallback, ReportCallback
 from zmqtrain.membership.description import RunDescription, serve_description
 from zmqtrain.membership.environment import net_settings
+from zmqtrain.membership.journal import Journal
 from zmqtrain.net.curve import Identity
 from zmqtrain.run.preemption import Preemption, stop_workers
 from zmqtrain.train.checkpoint.collector import CheckpointCollector, OnEvent
@@ -67,6 +69,7 @@ class Assembly:
         agents: bool = True,
         listeners: Listeners | None = None,
         preemption: Preemption | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """Serve the requests of roles on the endpoint.
 
@@ -77,6 +80,7 @@ class Assembly:
             model: the folder in which the run's newest model is left; ``None``: it is not kept.
             agents: whether every host has an agent that reports on its roles.
             listeners: the callbacks for what happens.
+            journal: keeps what is decided, for another assembly of this run; if it holds something, this is that one.
             preemption: takes requests to stop with a checkpoint, for a caller that needs it before the run begins.
 
         Raises `CheckpointError` if the checkpoint to resume is missing or has another shape.
@@ -98,7 +102,9 @@ class Assembly:
             elastic=topology.elastic,
             on_event=listeners.on_event,
             on_report=listeners.on_report,
+            journal=journal,
         )
+        self._journal = journal
         self.collector = CheckpointCollector.of(
             endpoint,
             checkpoints,
@@ -108,6 +114,7 @@ class Assembly:
             members=lambda: self.coordinator.view.members,
             on_event=listeners.on_checkpoint,
             model=model,
+            journal=journal,
         )
         serve_description(endpoint, description)
 
@@ -120,14 +127,20 @@ class Assembly:
         async with asyncio.TaskGroup() as group:
             background = [
                 group.create_task(self.collector.run(), name="collect checkpoints"),
-                group.create_task(
-                    self.preemption.run(self._endpoint, self.coordinator, self.description, self._say), name="preemption"
-                ),
+                group.create_task(self._preempt(), name="preemption"),
             ]
             outcome = await self.coordinator.run()
             for task in background:
                 task.cancel()
         return outcome
+
+    async def _preempt(self) -> None:
+        """First settle what another coordinator had begun to agree on with the workers."""
+        if self._journal is not None:
+            workers = [peer for peer in self.coordinator.view.members if peer.startswith("worker/")]
+            await tell_again(self._endpoint, workers, self._journal, timeout_s=self.timeouts.barrier_s)
+            self.collector.begin_again()
+        await self.preemption.run(self._endpoint, self.coordinator, self.description, self._say, self._journal)
 
     def halt(self, reason: str) -> None:
         """Stop the run in an orderly way, without a checkpoint: every member is told once, with the reason."""
@@ -136,7 +149,7 @@ class Assembly:
     async def stop(self) -> int | None:
         """Let all workers continue to a common step and end there. Returns the step; ``None`` if training is about to end by
         itself. Raises `ConnectivityError`, with the reason, if they cannot."""
-        return await stop_workers(self._endpoint, self.coordinator, timeout_s=self.timeouts.barrier_s)
+        return await stop_workers(self._endpoint, self.coordinator, timeout_s=self.timeouts.barrier_s, journal=self._journal)
 
 
 def without_checkpoints(description: RunDescription) -> RunDescription:

@@ -76,27 +76,40 @@ async def enter(
     except KeyError as error:
         raise UsageError(f"{endpoint.peer} is not a role of this run; set ZMQTRAIN_PEER to one of its roles") from error
     membership = await Membership.join(endpoint, coordinator_address=coordinator, timeouts=timeouts)
+    membership.outlive(description.alone_s)
     tracing = description.topology.observe.trace_steps
-    async with _recording(membership, recorder, trace_steps=tracing, audit=audit) as recording:
-        context = RoleContext(
-            endpoint=endpoint,
-            membership=membership,
-            role=role,
-            placement=description.placement,
-            topology=description.topology,
-            timeouts=timeouts,
-            recorder=recording,
-            data_path=description.data_path,
-            resume=description.resume,
-            arena=arena,
-            slowdown=cache(lambda: description.topology.network.slowdowns().get(role.host, 1.0)),
-        )
-        yield context, description
-        links = endpoint.traffic()
-        sent: dict[str, EventValue] = {peer: out for peer, (out, _) in links.items()}
-        received: dict[str, EventValue] = {peer: into for peer, (_, into) in links.items()}
-        recording.event("traffic", step=None, **endpoint.statistics(), sent=sent, received=received)
-    await membership.leave()
+    async with _in_touch(membership):
+        async with _recording(membership, recorder, trace_steps=tracing, audit=audit) as recording:
+            context = RoleContext(
+                endpoint=endpoint,
+                membership=membership,
+                role=role,
+                placement=description.placement,
+                topology=description.topology,
+                timeouts=timeouts,
+                recorder=recording,
+                data_path=description.data_path,
+                resume=description.resume,
+                arena=arena,
+                slowdown=cache(lambda: description.topology.network.slowdowns().get(role.host, 1.0)),
+            )
+            yield context, description
+            links = endpoint.traffic()
+            sent: dict[str, EventValue] = {peer: out for peer, (out, _) in links.items()}
+            received: dict[str, EventValue] = {peer: into for peer, (_, into) in links.items()}
+            recording.event("traffic", step=None, **endpoint.statistics(), sent=sent, received=received)
+        await membership.leave()
+
+
+@asynccontextmanager
+async def _in_touch(membership: Membership) -> AsyncIterator[None]:
+    """Within the block the membership finds its way back to a coordinator that was away."""
+    keeping = asyncio.create_task(membership.keep_in_touch(), name="keep in touch")
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
 
 
 @asynccontextmanager
@@ -111,6 +124,9 @@ async def _recording(
     posting = asyncio.create_task(recorder.run(), name="post events")
     try:
         yield recorder
+    except BaseException:
+        membership.hurry()  # others wait for its end
+        raise
     finally:
         posting.cancel()
         await asyncio.wait([posting])

@@ -17,6 +17,7 @@ from zmqtrain.membership.common_stop import stop_together
 if TYPE_CHECKING:
     from zmqtrain.membership.coordinator import Coordinator
     from zmqtrain.membership.description import RunDescription
+    from zmqtrain.membership.journal import Journal
     from zmqtrain.net.endpoint import Endpoint, PeerId
     from zmqtrain.wire.payload import Value
 
@@ -44,7 +45,12 @@ class Preemption:
             self._asked.set()
 
     async def run(
-        self, endpoint: Endpoint, coordinator: Coordinator, description: RunDescription, say: Callable[[str], None]
+        self,
+        endpoint: Endpoint,
+        coordinator: Coordinator,
+        description: RunDescription,
+        say: Callable[[str], None],
+        journal: Journal | None = None,
     ) -> None:
         """Wait for a request to stop, and have all workers stop; the run then ends by itself. If that is not possible, it is
         halted.
@@ -67,7 +73,7 @@ class Preemption:
             what = "leave the model" if description.script else "keep a checkpoint"
             say(f"{self._by} asks to stop: all workers continue to a common step and {what}{once_more}")
             try:
-                if await stop_workers(endpoint, coordinator, timeout_s=timeouts.barrier_s) is None:
+                if await stop_workers(endpoint, coordinator, timeout_s=timeouts.barrier_s, journal=journal) is None:
                     say("training is about to end by itself")
                     return
                 await asyncio.sleep(timeouts.barrier_s)  # the run ends meanwhile, and this task with it
@@ -81,8 +87,10 @@ class Preemption:
         coordinator.halt({"kind": kind, "message": message, "exit_code": code})
 
 
-async def stop_workers(endpoint: Endpoint, coordinator: Coordinator, *, timeout_s: float) -> int | None:
+async def stop_workers(
+    endpoint: Endpoint, coordinator: Coordinator, *, timeout_s: float, journal: Journal | None = None
+) -> int | None:
     """Let the workers that are in the run continue to a common step and stop there. Returns the step; ``None`` if training is
     about to end by itself. Raises like `stop_together`."""
     workers = [peer for peer in coordinator.view.members if peer.startswith("worker/")]
-    return await stop_together(endpoint, workers, timeout_s=timeout_s)
+    return await stop_together(endpoint, workers, timeout_s=timeout_s, journal=journal)

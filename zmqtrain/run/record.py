@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +41,11 @@ class RunRecord:
         world: Literal["real", "emulated", "simulated"],
         clock: Callable[[], float] | None = None,
         sinks: FanOut | None = None,
+        lasting: bool = False,
     ) -> None:
         """``clock``: the clock for the view; by default the loop's. ``sinks``: where figures go, too; they have begun, or begin
-        before the first event of a worker."""
+        before the first event of a worker. ``lasting``: another launcher may go on with the record, so that nothing is held back
+        of what its sender counts as arrived."""
         self._topology, self._placement = description.topology, description.placement
         self._resumed, self._script = description.resume, bool(description.script)
         self._directory, self._view, self._world = directory, view, world
@@ -53,11 +56,27 @@ class RunRecord:
         """Do not show that roles fail or stop, because the user asked to stop."""
         self.stopped_at: int | None = None
         """The step before which all workers have stopped on request."""
-        self._clock = clock
+        self._clock, self._lasting = clock, lasting
         self._sinks = FanOut() if sinks is None else sinks
         self._unkept: list[int] = []  # the steps of checkpoints that could not be written
         self._losses: list[str] = []  # reasons of losses after which the run continued
         self._host_of = {role.peer: role.host for role in self._placement.roles}
+
+    def take_up(self) -> None:
+        """Take up what another launcher has recorded of this run, from its events."""
+        with (self._directory.path / "events.jsonl").open(encoding="utf-8") as events:
+            for text in events:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue  # a line that a lost machine has left
+                role, rank = line["role"], line["rank"]
+                peer = role if role == COORDINATOR else f"{role}/{line['host'] if rank is None else rank}"
+                if line["kind"] == "stopped":
+                    self.stopped_at = line["step"]
+                elif line["kind"] == "lost" and self._topology.elastic:
+                    self._losses.append(str(line["values"]["reason"]))
+                self.summary.add(peer, line)
 
     def settle(self, description: RunDescription) -> None:
         """Set the description, once the hosts and the placement are known."""
@@ -69,6 +88,7 @@ class RunRecord:
         """Take an event of the coordinator (`zmqtrain.membership.coordinator.EventCallback`)."""
         peer = str(values.get("peer", COORDINATOR))
         self.event(peer, {"kind": kind, "time": None, "step": None, "values": values})
+        self._directory.flush()
         if kind == "running":
             self._view.note(str(values["reason"]))
         elif kind == "lost" and self._topology.elastic:
@@ -102,7 +122,7 @@ class RunRecord:
                 self._directory.trace.add(peer, event)
             else:
                 self.event(peer, event)
-        self._write(self._sums.due())
+        self._write(self._sums.rest() if self._lasting else self._sums.due())
         self._directory.flush()
 
     def note(self, text: str) -> None:

@@ -32,6 +32,11 @@ class Push:
     hyperparameters: Mapping[str, Value] | None = None
     passed_over: bool = False
     """Whether the group's whole gradient was not finite."""
+    life: int | None = None
+    """Which of the group's processes has pushed it, if groups may be lost."""
+    torn: tuple[tuple[int, int], ...] = ()
+    """The lives that were lost while they trained this batch, and their steps: if the gradient of one of them counts here, this one
+    must not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class Update:
     """(group, step, version that it had read) of each gradient in the update."""
     passed_over: bool = False
     """Whether the update is counted but changes nothing."""
+    skipped: tuple[int, ...] = ()
+    """Groups whose gradients do not count, because the same batch has already counted."""
 
 
 EventKind = Literal["step", "left", "keep", "show"]
@@ -62,21 +69,25 @@ class OrderedEvent:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep the server's state for the checkpoint at ``step``; with ``show`` group 0 reads it, too."""
+    """Keep the server's state for the checkpoint at ``step``; with ``show`` a group reads it, too."""
 
     step: int
     show: bool
+    to: int = 0
+    """The group that reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """First apply ``updates``, then send the parameters of ``pieces`` to each (group, for step) of ``answer``, then ``keep``."""
+    """First apply ``updates``, then send the parameters of ``pieces`` to each (group, for step) of ``answer`` and to those that
+    have ``entered``, then ``keep``."""
 
     updates: tuple[Update, ...]
     pieces: tuple[int, ...]
     answer: tuple[tuple[int, int], ...]
     reason: str
     keep: Keep | None = None
+    entered: tuple[int, ...] = ()
 
 
 class Aggregator:
@@ -129,13 +140,37 @@ class Aggregator:
             self.decided.append(OrderedEvent("left", group))
         return _useful(unit.leave(group) for unit in self._units)
 
-    def keep(self, step: int, *, show: bool) -> list[Batch]:
+    # If groups may be lost. Pieces are then decided about one by one, in no given order.
+
+    def drop(self, group: int, life: int) -> list[Batch]:
+        """This life of the group is lost. What it has pushed still counts; later pushes must not reach `pushed`."""
+        return _useful(unit.drop(group, life) for unit in self._units)
+
+    def progress(self, life: int) -> tuple[int, int] | None:
+        """How far a dropped life has got: the fewest and the most steps that it has pushed of a piece. ``None``: it never took
+        part, or there is no piece here."""
+        steps = [unit.gone[life] for unit in self._units if life in unit.gone]
+        return (min(steps), max(steps)) if steps else None
+
+    def away(self, group: int) -> bool:
+        """Whether the group takes no part now, or rests."""
+        return any(unit.machine.clock(group) is None or unit.machine.rests(group) for unit in self._units)
+
+    def enter(self, group: int, step: int) -> list[Batch]:
+        """See `StalenessMachine.enter`."""
+        return _useful(unit.enter(group, step) for unit in self._units)
+
+    def rest(self, group: int) -> list[Batch]:
+        """See `StalenessMachine.rest`."""
+        return _useful(unit.rest(group) for unit in self._units)
+
+    def keep(self, step: int, *, show: bool, to: int = 0) -> list[Batch]:
         """A checkpoint is to be kept. If another server orders events, that server's order counts and this does nothing."""
         if self._order == "follow":
             return []
         if self._order == "decide":
             self.decided.append(OrderedEvent("show" if show else "keep", step))
-        return [_keeping(step, show=show)]
+        return [_keeping(step, show=show, to=to)]
 
     def ordered(self, event: OrderedEvent) -> list[Batch]:
         """With order "follow": server 0 has decided what comes next. (A server without pieces has nothing to order.)"""
@@ -165,7 +200,7 @@ class Aggregator:
 class _Unit:
     """Pieces about which decisions are made together."""
 
-    __slots__ = ("_arrived", "_make_sum", "_sums", "machine", "pieces")
+    __slots__ = ("_arrived", "_make_sum", "_sums", "gone", "machine", "pieces")
 
     def __init__(self, pieces: tuple[int, ...], machine: StalenessMachine, make_sum: Callable[[Sequence[int]], Sum] | None) -> None:
         """``make_sum``: given if the gradients of all groups are applied together."""
@@ -174,6 +209,8 @@ class _Unit:
         self._make_sum = make_sum
         self._arrived: dict[int, dict[int, Push]] = {}  # group -> piece -> push; a group has at most one pending step
         self._sums: dict[int, Sum] = {}
+        self.gone: dict[int, int] = {}
+        """Lives that were dropped, each with the number of steps that count here."""
 
     def take(self, push: Push) -> bool:
         """Store a push. Returns whether the group's step is complete now."""
@@ -181,13 +218,30 @@ class _Unit:
         arrived = self._arrived.get(push.group, {})
         if push.piece in arrived:
             raise DuplicatePushError(f"group {push.group} has already pushed piece {push.piece} of step {push.step}")
-        if self._make_sum is not None:
+        if self._make_sum is not None and not self._counts(push):
             if push.piece not in self._sums:
                 self._sums[push.piece] = self._make_sum(self.machine.groups)
             self._sums[push.piece].add(push.group, push.gradient)
         arrived[push.piece] = push
         self._arrived[push.group] = arrived
         return len(arrived) == len(self.pieces)
+
+    def _counts(self, push: Push) -> bool:
+        """Whether the same batch already counts here."""
+        return any(self.gone.get(life, -1) > step for life, step in push.torn)
+
+    def drop(self, group: int, life: int) -> Batch:
+        assert len(self.pieces) == 1, "a step of several pieces would be dropped in part"
+        clock = self.machine.clock(group)
+        if clock is not None:
+            self.gone[life] = clock
+        return self.leave(group)
+
+    def enter(self, group: int, step: int) -> Batch:
+        return self._batch(self.machine.enter(group, step))
+
+    def rest(self, group: int) -> Batch:
+        return self._batch(self.machine.rest(group))
 
     def is_complete(self, group: int) -> bool:
         return len(self._arrived.get(group, {})) == len(self.pieces)
@@ -206,16 +260,19 @@ class _Unit:
             pushes = [self._arrived.pop(group) for group in decision.apply]
             for piece in self.pieces:
                 of_piece = [by_piece[piece] for by_piece in pushes]
-                gradient = self._sums.pop(piece).mean() if self._make_sum is not None else of_piece[0].gradient
+                skipped = tuple(push.group for push in of_piece if push.torn and self._counts(push))
+                none = len(skipped) == len(of_piece)
+                summed = self._make_sum is not None and not none
+                gradient = self._sums.pop(piece).mean() if summed else of_piece[0].gradient
                 reads = tuple((push.group, push.step, push.version) for push in of_piece)
-                passed_over = any(push.passed_over for push in of_piece)
-                updates.append(Update(piece, gradient, of_piece[0].hyperparameters, reads, passed_over))
-        return Batch(tuple(updates), self.pieces, decision.answer, decision.reason)
+                passed_over = none or any(push.passed_over for push in of_piece)
+                updates.append(Update(piece, gradient, of_piece[0].hyperparameters, reads, passed_over, skipped))
+        return Batch(tuple(updates), self.pieces, decision.answer, decision.reason, entered=decision.entered)
 
 
 def _useful(batches: Iterable[Batch]) -> list[Batch]:
-    return [batch for batch in batches if batch.updates or batch.answer or batch.keep]
+    return [batch for batch in batches if batch.updates or batch.answer or batch.keep or batch.entered]
 
 
-def _keeping(step: int, *, show: bool) -> Batch:
-    return Batch((), (), (), f"checkpoint {step}", Keep(step, show))
+def _keeping(step: int, *, show: bool, to: int = 0) -> Batch:
+    return Batch((), (), (), f"checkpoint {step}", Keep(step, show, to))

@@ -4,13 +4,17 @@
 
 During training, and when all workers have left, worker 0 may ask it to keep its part of a checkpoint, and to show its parameters to
 group 0: those of one moment, between two updates.
+
+If workers may be lost (`ServerSettings.elastic`), every worker may ask for that. The server goes on without the lost ones as soon
+as a view of the members or another worker says so (`zmqtrain.exchange.server_changes`), and ends when all that train have finished.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +24,9 @@ from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.checkpoint_part import taking_back, unpack_manifest
 from zmqtrain.exchange.norm_limit import NormLimit
+from zmqtrain.exchange.server_changes import CHANGE, HISTORY, MEMBERS, plan_of
 from zmqtrain.exchange.server_messages import Configuration, initial_tag, resumed_tag
+from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription
 from zmqtrain.server.background import Background
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
@@ -56,6 +62,15 @@ class ModelServer:
         self._left: set[PeerId] = set()
         self._finished: set[PeerId] = set()
         self._serving: Serving | None = None  # set once workers are sent the initial values
+        self._began = asyncio.Event()  # it is serving
+        self._lives: dict[PeerId, int] = {}  # elastic: the workers that train, and their incarnations
+        self._base: Value = None  # elastic: what the run begins with
+        self._changes: list[tuple[int, tuple[tuple[PeerId, int], ...]]] = []  # elastic: steps, and who trains from there on
+        self._dropped: dict[PeerId, dict[int, int]] = {}  # elastic: lives that are lost, each with the step at which it began
+        self._changing = asyncio.Lock()
+        self._first = 0
+        self._seen: set[tuple[PeerId, int]] = set()  # elastic: processes that a view has shown
+        self._halted: PeerLostError | None = None
 
     @property
     def updates(self) -> int:
@@ -83,6 +98,10 @@ class ModelServer:
         self._endpoint.serve("show", self._on_show)
         self._endpoint.serve("left", self._on_left)
         self._endpoint.serve("finished", self._on_finished)
+        if self._settings.elastic:
+            self._endpoint.serve(MEMBERS, self._on_members)
+            self._endpoint.serve(CHANGE, self._on_change)
+            self._endpoint.serve(HISTORY, self._on_history)
         self._endpoint.on_lost(self._on_lost)
         pushes, orders = self._endpoint.subscribe("push"), self._endpoint.subscribe("order")
         try:
@@ -108,8 +127,14 @@ class ModelServer:
         configuration = await self._configured
         first_step = await self._fill(configuration)
         serving = Serving(tools, configuration, self._shard, first_step=first_step, finished=self._finished)
+        if configuration.elastic is not None:
+            plan = plan_of([configuration.elastic, []], {})
+            self._base, self._lives, self._first = configuration.elastic, dict(plan.eras[0].members), plan.eras[0].since
+            self._seen.update(self._lives.items())
+            serving.begin_with({self._group_of(peer): life for peer, life in self._lives.items()})
         serving.begin()
         self._serving = serving
+        self._began.set()
         await serving.let_go(self._left)
         await serving.run(pushes, orders)
 
@@ -167,7 +192,12 @@ class ModelServer:
         self._configured.set_result(configuration)
         return None
 
-    async def _on_finished(self, caller: PeerId) -> Value:
+    async def _on_finished(self, caller: PeerId, life: int | None = None) -> Value:
+        if self._elastic:
+            if self._lives.get(caller) == life:
+                self._finished.add(caller)
+            self._maybe_end()
+            return None
         if caller not in self._settings.workers or caller in self._finished:
             return None
         self._finished.add(caller)
@@ -178,7 +208,11 @@ class ModelServer:
         self._leave(caller)
         return None
 
-    async def _on_left(self, caller: PeerId) -> Value:
+    async def _on_left(self, caller: PeerId, since: int = 0) -> Value:
+        if self._elastic:
+            if self._serving is not None and since == self._since:  # otherwise it has more to train by now
+                await self._serving.rest(self._group_of(caller))
+            return None
         if caller in self._settings.workers:
             self._leave(caller)
         return None
@@ -193,15 +227,117 @@ class ModelServer:
     async def _on_checkpoint(self, caller: PeerId, step: int, show: bool = False, ordered: bool = False) -> Value:
         if caller not in self._settings.workers or self._serving is None or self._checkpoints is None:
             raise ProtocolError(f"{self._endpoint.peer} has no state to keep for {caller} at this point")
-        await self._serving.keep(step, show=show, ordered=ordered)
+        await self._serving.keep(step, show=show, ordered=ordered, to=self._reader(caller))
         return None
 
     async def _on_show(self, caller: PeerId, label: str) -> Value:
         if caller not in self._settings.workers or self._serving is None:
             raise ProtocolError(f"{self._endpoint.peer} has no parameters to show to {caller} at this point")
-        await self._serving.show(label)
+        await self._serving.show(label, self._reader(caller))
         return None
 
+    def _reader(self, caller: PeerId) -> int:
+        """The group that reads what ``caller`` has asked for."""
+        return self._group_of(caller) if self._elastic else 0
+
+    # If workers may be lost.
+
+    def heed(self, view: View) -> None:
+        """There is a new view of the members."""
+        for peer in self._settings.workers:
+            member, life = view.members.get(peer), self._lives.get(peer)
+            if member is not None:
+                self._seen.add((peer, member.incarnation))
+            gone = peer in view.lost if member is None else member.incarnation != life
+            # A process that no view has shown yet is one that has come since.
+            if gone and life is not None and (peer, life) in self._seen and not self._done.done():
+                self._background.run(self._drop(peer, life))
+
+    def halt(self, reason: Mapping[str, Any]) -> None:
+        """The run must stop. (A server whose workers may be lost would wait for others to come.)"""
+        peer = str(reason.get("peer", "worker"))
+        self._halted = PeerLostError(peer, str(reason.get("message", "the run was halted")), waiting_for="workers")
+        self._maybe_end()
+
+    async def _drop(self, peer: PeerId, life: int) -> None:
+        async with self._changing:
+            if self._serving is not None and self._lives.get(peer) == life:
+                await self._drop_now(peer, life)
+
+    async def _drop_now(self, peer: PeerId, life: int) -> None:
+        assert self._serving is not None
+        del self._lives[peer]
+        self._dropped.setdefault(peer, {})[life] = self._since
+        await self._serving.drop(self._group_of(peer))
+        self._maybe_end()
+
+    async def _on_members(self, caller: PeerId, told: Value) -> Value:
+        lives = _lives(told)
+        await self._began.wait()
+        async with self._changing:
+            assert self._serving is not None
+            for peer, life in list(self._lives.items()):
+                if lives.get(peer) != life:
+                    await self._drop_now(peer, life)
+            lost = [(peer, life) for peer, dropped in self._dropped.items() for life in dropped]
+            found = [(peer, life, await self._serving.progress(life)) for peer, life in lost]
+            rows = [(peer, life, *progress) for peer, life, progress in found if progress is not None]
+            told_back: list[Value] = [[*row] for row in rows]
+            return [max([self._since, *(most for *_, most in rows)]), told_back]
+
+    async def _on_change(self, caller: PeerId, since: int, told: Value) -> Value:
+        lives = _lives(told)
+        await self._began.wait()
+        async with self._changing:
+            assert self._serving is not None
+            change = (since, tuple(lives.items()))
+            if change in self._changes or since < self._since:
+                return None
+            self._changes.append(change)
+            self._lives = {peer: life for peer, life in lives.items() if life not in self._dropped.get(peer, ())}
+            self._finished -= self._lives.keys()
+            await self._serving.enter(since, {self._group_of(peer): life for peer, life in self._lives.items()})
+        return None
+
+    async def _on_history(self, caller: PeerId) -> Value:
+        changes: list[Value] = [[since, [[peer, life] for peer, life in lives]] for since, lives in self._changes]
+        return [self._base, changes]
+
+    @property
+    def _elastic(self) -> bool:
+        """Whether training goes on without workers that are lost: they must ask for it, too (a script's do not)."""
+        return self._base is not None
+
+    @property
+    def _since(self) -> int:
+        """The first step of those that train now."""
+        return self._changes[-1][0] if self._changes else self._first
+
+    def _group_of(self, peer: PeerId) -> int:
+        assert self._settings.elastic, "groups have several workers"
+        return self._settings.workers.index(peer)
+
+    def _maybe_end(self) -> None:
+        """End, if all that train have finished, and somebody has."""
+        if self._done.done() or not self._finished >= self._lives.keys():
+            return
+        if self._finished:
+            self._done.set_result(None)
+        elif self._halted is not None:
+            self._done.set_exception(self._halted)
+
     def _on_lost(self, peer: PeerId, reason: str) -> None:
+        if self._elastic and self._serving is not None:
+            return
         if peer in self._settings.workers and peer not in self._finished and not self._done.done():
             self._done.set_exception(PeerLostError(peer, reason, waiting_for="its gradients"))
+
+
+def _lives(told: Value) -> dict[PeerId, int]:
+    """The processes that a worker's request names. Raises `ProtocolError`."""
+    match told:
+        case [*rows]:
+            found = {str(row[0]): row[1] for row in rows if isinstance(row, list) and len(row) == 2 and isinstance(row[1], int)}
+            if len(found) == len(rows):
+                return {peer: life for peer, life in found.items() if isinstance(life, int)}
+    raise ProtocolError(f"the members of a step are {told!r:.60}; each must be a name and an incarnation")

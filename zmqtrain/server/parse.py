@@ -45,7 +45,10 @@ def parse_push(
             f"but it has {entry.piece.numel} of {entry.dtype}"
         )
     entry.check_hyperparameters(meta.hyperparameters)
-    return Push(meta.group, step, index, meta.version, entry.gradient(payload), meta.hyperparameters, meta.passed_over)
+    gradient = entry.gradient(payload)
+    return Push(
+        meta.group, step, index, meta.version, gradient, meta.hyperparameters, meta.passed_over, meta.life, meta.torn
+    )  # fmt: skip
 
 
 def _some(numbers: Sequence[int]) -> str:

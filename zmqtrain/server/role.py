@@ -45,7 +45,8 @@ class CoordinatorCheckpoints:
 async def run_server(context: RoleContext) -> None:
     """Serve a shard of the model until all workers have finished. Opens nothing and leaves nothing open.
 
-    Raises `PeerLostError` if a worker is lost, and `CheckpointError` if a resumed run has no part for this server.
+    Raises `PeerLostError` if a worker is lost and the run cannot go on without it, and `CheckpointError` if a resumed run has no
+    part for this server.
     """
     role, timeouts = context.role, context.timeouts
     settings = ServerSettings(
@@ -53,9 +54,13 @@ async def run_server(context: RoleContext) -> None:
         workers=tuple(worker.peer for worker in context.placement.workers),
         request_s=timeouts.request_s,
         barrier_s=timeouts.barrier_s,
+        elastic=context.topology.elastic,
     )
     checkpoints = CoordinatorCheckpoints(context.endpoint, f"server-{role.index}", timeouts.barrier_s)
     server = ModelServer(
         context.endpoint, settings, recorder=context.recorder, checkpoints=checkpoints, arena=context.arena
     )  # fmt: skip
+    if settings.elastic:
+        context.membership.on_view(server.heed)
+        context.membership.on_halt(server.halt)
     await server.run()

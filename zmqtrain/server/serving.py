@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -19,7 +19,15 @@ from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.arithmetic import INLINE_BYTES, Arithmetic
 from zmqtrain.exchange.norm_limit import NormLimit
-from zmqtrain.exchange.server_messages import Configuration, ReadMeta, initial_tag, kept_label, parameters_tag, shown_tag
+from zmqtrain.exchange.server_messages import (
+    Configuration,
+    ReadMeta,
+    entered_tag,
+    initial_tag,
+    kept_label,
+    parameters_tag,
+    shown_tag,
+)
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEvent, Update
 from zmqtrain.server.background import Background, Refusals
@@ -119,8 +127,11 @@ class Serving:
         self._endpoint, self._recorder, self._background = tools.endpoint, tools.recorder, tools.background
         self._checkpoints, self._arithmetic = tools.checkpoints, tools.arithmetic
         self._configuration, self._shard, self._finished = configuration, shard, finished
+        self._elastic = configuration.elastic is not None
         self._lock = asyncio.Lock()  # one push, leaving or ordered event at a time
         self._gone: set[int] = set()  # groups
+        self._lives: dict[int, int] = {}  # group -> which of its processes trains, if they may be lost
+        self._kept: set[int] = set()  # steps of checkpoints
         self._refusals = Refusals(tools.endpoint, "refused", tools.recorder, tools.background, timeout_s=tools.settings.request_s)
         policy = Policy(configuration.policy, configuration.bound)
         sync = policy.kind == "sync"
@@ -156,21 +167,61 @@ class Serving:
 
     # Arriving messages.
 
-    async def keep(self, step: int, *, show: bool, ordered: bool) -> None:
-        """Keep the shard for the checkpoint at ``step``, and ``show`` it to group 0, too. ``ordered``: with snapshots, when it is
-        this event's turn, so that all servers keep the same version; otherwise at once, since the run ends."""
+    async def keep(self, step: int, *, show: bool, ordered: bool, to: int = 0) -> None:
+        """Keep the shard for the checkpoint at ``step``, and ``show`` it to the group ``to``, too. ``ordered``: with snapshots,
+        when it is this event's turn, so that all servers keep the same version; otherwise at once, since the run ends."""
         if not self._shard.entries:  # the collector knows that this server has no part
             return
         async with self._lock:
             if ordered:
-                await self._carry_out(partial(self._aggregator.keep, step, show=show), 0)
+                await self._carry_out(partial(self._aggregator.keep, step, show=show, to=to), 0)
             else:
-                self._keep(Keep(step, show))
+                self._keep(Keep(step, show, to))
 
-    async def show(self, label: str) -> None:
-        """Show the shard as it is now to group 0's workers."""
+    async def show(self, label: str, to: int = 0) -> None:
+        """Show the shard as it is now to the workers of the group ``to``."""
         async with self._lock:
-            self._show(label)
+            self._show(label, to)
+
+    # If workers may be lost.
+
+    def begin_with(self, lives: Mapping[int, int]) -> None:
+        """The processes with which the groups begin."""
+        self._lives = dict(lives)
+
+    async def drop(self, group: int) -> None:
+        """Go on without the present process of the group, if it has one. What it has pushed before still counts; nothing else
+        will."""
+        async with self._lock:
+            life = self._lives.pop(group, None)
+            if life is not None:
+                self._recorder.audit("dropped", group=group, life=life)
+                await self._carry_out(partial(self._aggregator.drop, group, life), 0)
+
+    async def progress(self, life: int) -> tuple[int, int] | None:
+        """See `Aggregator.progress`."""
+        async with self._lock:
+            return self._aggregator.progress(life)
+
+    async def enter(self, step: int, lives: Mapping[int, int]) -> None:
+        """From ``step`` on these processes of the groups train, and no others. New ones are sent the parameters for it."""
+        for group in [group for group, life in self._lives.items() if lives.get(group) != life]:
+            await self.drop(group)
+        async with self._lock:
+            self._lives = dict(lives)
+            self._gone.clear()
+            for group in lives:
+                if self._aggregator.away(group):
+                    self._recorder.audit("entered", group=group, step=step)
+                await self._carry_out(partial(self._aggregator.enter, group, step), 0)
+
+    async def rest(self, group: int) -> None:
+        """The group has nothing to train for now, so the others do not wait for it."""
+        async with self._lock:
+            self._recorder.audit("rests", group=group)
+            await self._carry_out(partial(self._aggregator.rest, group), 0)
+
+    # The end.
 
     async def let_go(self, left: Set[PeerId]) -> None:
         """Stop waiting for groups all of whose workers have ``left``."""
@@ -188,7 +239,8 @@ class Serving:
             try:
                 push = parse_push(sender, tag, payload, entries, groups)
                 async with self._lock:
-                    await self._carry_out(partial(self._aggregator.pushed, push), payload.nbytes)
+                    if push.life is None or self._lives.get(push.group) == push.life:
+                        await self._carry_out(partial(self._aggregator.pushed, push), payload.nbytes)
             except ProtocolError as error:
                 self._refusals.refuse(sender, tag, error)
             del payload
@@ -226,7 +278,9 @@ class Serving:
             for update in batch.updates:
                 version = self._shard.count(update)
                 reads = list(update.reads)
-                self._recorder.audit("applied", piece=update.piece, step=reads[0][1], reads=reads, version=version)
+                self._recorder.audit(
+                    "applied", piece=update.piece, step=reads[0][1], reads=reads, version=version, skipped=update.skipped
+                )
             if self._shard.sensors.due(len(batch.updates)):
                 momentum, seen = self._shard.sensors.fitted()
                 self._recorder.event("momentum", fitted=momentum, updates=seen)
@@ -237,6 +291,9 @@ class Serving:
             for group, step in batch.answer:
                 for piece in batch.pieces:
                     self._answer(group, piece, parameters_tag(piece, step))
+            for group in batch.entered:
+                for piece in batch.pieces:
+                    self._answer(group, piece, entered_tag(piece, self._lives[group]))
             if batch.keep is not None:
                 self._keep(batch.keep)
         for event in self._aggregator.decided:
@@ -268,7 +325,7 @@ class Serving:
         try:
             loan.sent = await self._endpoint.send(to, tag, loan.payload, priority=priority)
         except PeerLostError:
-            if to not in self._finished:
+            if to not in self._finished and not self._elastic:
                 raise
         finally:
             if loan.sent is None:
@@ -277,14 +334,18 @@ class Serving:
     def _keep(self, keep: Keep) -> None:
         """Save the current state in the background. Later updates do not change it."""
         if keep.show:
-            self._show(kept_label(keep.step))
+            self._show(kept_label(keep.step), keep.to)
+        if keep.step in self._kept:  # asked for once more, in place of a worker that was lost
+            return
+        if self._elastic:
+            self._kept.add(keep.step)
         if self._checkpoints is not None:
             tensors, sidecar = keep_pieces(self._shard.entries, keep.step, self._shard.limit)
             self._background.spawn(self._checkpoints.save(keep.step, tensors, sidecar))
 
-    def _show(self, label: str) -> None:
+    def _show(self, label: str, to: int) -> None:
         for piece in self._shard.entries:
-            self._answer(0, piece, shown_tag(piece, label))
+            self._answer(to, piece, shown_tag(piece, label))
 
     async def _compute(self, work: Callable[[], T], nbytes: int) -> T:
         return await self._arithmetic.do_sized(work, 0 if self._configuration.phantom else nbytes)

@@ -22,6 +22,8 @@ class ServerSettings:
     """How long a peer may take to answer a request."""
     barrier_s: float = 600.0
     """How long to wait for the contributions of other servers."""
+    elastic: bool = False
+    """Whether training goes on without workers that are lost."""
 
 
 class ServerCheckpoints(Protocol):

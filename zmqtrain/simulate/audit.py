@@ -3,6 +3,7 @@
 - No gradient is applied twice, and each update makes one new version.
 - Groups keep within the staleness that the file allows.
 - A run that ends well has trained each step of each worker once, on all its samples, and its replicas are equal.
+- If workers of model servers may be lost: what `zmqtrain.simulate.slot_audit` lists.
 - Exchanges without servers are over the same members for all workers, and their models are what a replay of these gives.
 - A run whose faults can be survived ends well. Any other run ends with an error, and none hangs beyond the time-outs.
 """
@@ -19,6 +20,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.ending import Ending
 from zmqtrain.simulate.faults import Fault
 from zmqtrain.simulate.replay import Ledger
+from zmqtrain.simulate.slot_audit import SlotAudit
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.memory import wrong_pieces
@@ -39,6 +41,8 @@ class Auditor:
         self._versions: dict[tuple[PeerId, int], int] = {}
         self._pushed: dict[tuple[PeerId, int], list[int]] = {}  # the number of steps of each group in each piece of a server
         self._gone: set[tuple[PeerId, int]] = set()  # server, group: the server no longer waits for the group
+        self._resting: set[tuple[PeerId, int]] = set()  # those of them that may push again
+        self._entered: dict[tuple[PeerId, int], int] = {}  # the first step of a group that came late
         self._steps: Counter[tuple[PeerId, int]] = Counter()
         self._samples: Counter[int] = Counter()
         self._lost: dict[PeerId, None] = {}  # workers without which an elastic run continued, at least for a while
@@ -48,6 +52,7 @@ class Auditor:
         self._ledger = Ledger(topology, placement)
         self._last_s = 0.0
         self._first = 0
+        self._slots = SlotAudit(topology, placement) if topology.elastic and topology.exchange.kind == "model_server" else None
         self.stopped_at: int | None = None
         """The step before which all workers stopped because they were asked to."""
 
@@ -64,6 +69,8 @@ class Auditor:
 
     def hear(self, peer: PeerId, what: str, values: Mapping[str, object]) -> None:
         """A role states a fact."""
+        if self._slots is not None:
+            self._slots.hear(peer, what, values)
         if what == "applied":
             self._hear_applied(peer, cast(Mapping[str, Any], values))
         elif what == "begin_step":
@@ -74,14 +81,24 @@ class Auditor:
             self._ledger.counted(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
         elif what == "model":
             self._ledger.ended(peer, cast(Any, values["values"]), cast(Sequence[str], values["members"]))
-        elif what == "left":
+        elif what in ("left", "dropped", "rests"):
             self._gone.add((peer, int(cast(int, values["group"]))))
+            if what == "rests":
+                self._resting.add((peer, int(cast(int, values["group"]))))
+        elif what == "entered":
+            self._hear_entered(peer, int(cast(int, values["group"])), int(cast(int, values["step"])))
         elif what == "values":
             differs = values.get("wrong")
             if differs is not None:
                 self._wrong_values = f"{peer}: {differs}"
         elif what == "held" and self._topology.simulation.payload == "small":
             self._held[peer] = cast(Mapping[int, tuple[Piece, Payload]], values["pieces"])
+
+    def _hear_entered(self, server: PeerId, group: int, step: int) -> None:
+        """A group trains from ``step`` on, unless it was there before."""
+        if (server, group) in self._gone:
+            self._resting.add((server, group))
+            self._entered[server, group] = step
 
     def _hear_applied(self, server: PeerId, values: Mapping[str, Any]) -> None:
         piece, version = int(values["piece"]), int(values["version"])
@@ -95,9 +112,17 @@ class Auditor:
             if key in self._applied:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} twice")
             self._applied.add(key)
+            if step == self._entered.get((server, group)):
+                counts[group] = step
             if step != counts[group]:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} after only {counts[group]} of its steps")
             counts[group] += 1
+            if (server, group) in self._resting and step >= self._entered.get((server, group), 0):
+                self._resting.discard((server, group))
+                self._gone.discard((server, group))
+                for (other, _), others in self._pushed.items():  # its other pieces follow
+                    if other == server:
+                        others[group] = max(others[group], self._entered.get((server, group), 0))
         self._check_staleness(server, piece, counts, values)
 
     def _check_staleness(self, server: PeerId, piece: int, counts: Sequence[int], values: Mapping[str, Any]) -> None:
@@ -128,6 +153,10 @@ class Auditor:
                 step = int(event["step"])
                 self._steps[peer, step] += 1
                 self._samples[step] += int(values["samples"])
+            elif event.get("kind") == "start" and self._slots is not None and not event.get("step"):
+                job, steps = self._topology.job, values.get("steps")
+                if job.steps is None and job.until is None and isinstance(steps, int):
+                    self._slots.total = steps * self._placement.groups
             elif event.get("kind") == "stopped":
                 self.stopped_at = int(event["step"])
             elif event.get("kind") == "finish":
@@ -139,7 +168,9 @@ class Auditor:
         """All violations, in words. ``faults``: what was injected."""
         anybody = any(worker.peer not in self._lost for worker in self._placement.workers)
         elastic = self._topology.elastic and anybody
-        fatal = [fault for fault in faults if not fault.survivable(self._timeouts, elastic=elastic)]
+        fatal = [
+            fault for fault in faults if not fault.survivable(self._timeouts, elastic=elastic and not self._hits_server(fault))
+        ]
         preempted = ending.status == "preempted" or (ending.error or {}).get("kind") == "preempted"
         if ending.status == "done" or (preempted and self.stopped_at is not None):
             self._check_done(corrupted=any(fault.kind == "corrupt" for fault in faults))
@@ -150,6 +181,12 @@ class Auditor:
         self._check_end(seconds, faults)
         return list(self._broken)
 
+    def _hits_server(self, fault: Fault) -> bool:
+        """Whether a server may be lost, without which no run goes on."""
+        servers = (*self._placement.server_roles, *self._placement.fc_roles)
+        hit = {fault.target, *(host for side in fault.sides for host in side)}
+        return any(server.peer in hit or server.host in hit for server in servers)
+
     def _check_done(self, *, corrupted: bool) -> None:
         job, compute = self._topology.job, self._topology.compute
         again = [f"step {step} of {peer}" for (peer, step), times in self._steps.items() if times > 1 and peer not in self._lost]
@@ -158,9 +195,16 @@ class Auditor:
         until = job.steps if self.stopped_at is None else self.stopped_at
         if until is not None:
             stayed = [worker.peer for worker in self._placement.workers if worker.peer not in self._lost]
-            missing = (until - self._first) * len(stayed) - sum(peer not in self._lost for peer, _ in self._steps)
+            missing = (until - self._first) * len(stayed)
+            missing -= sum(peer not in self._lost and step < until for peer, step in self._steps)
             if missing:
                 self.note(f"{missing} steps of workers are missing")
+        if self._slots is not None and not corrupted and not self._first:
+            if self.stopped_at is not None:
+                self._slots.total = None
+            profile = worker_profile(self._topology) if compute.profile is not None else None
+            for found in self._slots.verdict(profile):
+                self.note(found)
         if not corrupted and self._topology.simulation.payload == "small" and not self._first:
             for found in self._ledger.wrong(self._lost):
                 self.note(found)

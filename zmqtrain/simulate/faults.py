@@ -81,7 +81,7 @@ class Fault:
             return False
         if self.kind in ("pause", "partition"):
             # Until it is over, no process may consider another one lost, or give up waiting for an answer.
-            return self.lasts is not None and self.lasts < timeouts.lost_s / 2
+            return self.lasts is not None and self.lasts < timeouts.silent_s / 2
         return True
 
 

@@ -9,30 +9,32 @@ from zmqtrain.topology.broken_rule import Path
 if TYPE_CHECKING:
     from zmqtrain.topology.schema import Topology
 
-#: The exchanges that form their groups anew.
-_KINDS = ("gossip", "averaging", "allreduce")
-
 
 def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     """Why the run cannot carry on without a lost worker, and the fields on which that depends; ``None`` if it can."""
     exchange, compute = topology.exchange, topology.compute
-    if exchange.kind not in _KINDS:
-        kinds = " or ".join(f'"{kind}"' for kind in _KINDS)
-        return (
-            f'with kind = "{exchange.kind}" all workers would wait for a lost one; an elastic run needs kind = {kinds}',
-            (("exchange", "kind"),),
-        )
     if compute.group_size > 1:
         return (
             "a group cannot finish its batch without one of its workers; an elastic run needs groups of one worker",
             (("compute", "group_size"),),
         )
-    if exchange.kind == "allreduce" and compute.parts != "even":
+    if exchange.kind == "allreduce":
+        return _why_not_with_sums(topology)
+    return _why_not_with_servers(topology) if exchange.kind == "model_server" else None
+
+
+def elastic_by_default(topology: Topology) -> bool:
+    """Whether the run is elastic if its file does not say. Not with all-reduce: workers of one host would not share memory."""
+    return topology.exchange.kind != "allreduce" and why_not_elastic(topology) is None
+
+
+def _why_not_with_sums(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
+    if topology.compute.parts != "even":
         return (
             "the parts of a batch do not change when a worker is lost; an elastic run with all-reduce needs even parts",
             (("compute", "parts"),),
         )
-    if exchange.kind == "allreduce" and topology.data.shuffle == "ring":
+    if topology.data.shuffle == "ring":
         return (
             'the batches of a ring may differ in size; an elastic run with all-reduce needs shuffle = "global" or "none"',
             (("data", "shuffle"),),
@@ -40,6 +42,19 @@ def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     return None
 
 
-def elastic_by_default(topology: Topology) -> bool:
-    """Whether the run is elastic if its file does not say. Not with all-reduce: workers of one host would not share memory."""
-    return topology.exchange.kind != "allreduce" and why_not_elastic(topology) is None
+def _why_not_with_servers(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
+    exchange, compute = topology.exchange, topology.compute
+    sync = exchange.policy == "sync"
+    obstacles: list[tuple[bool, str, Path]] = [
+        (exchange.merged_fc, "merged_fc: the FC server waits for the activations of all groups", ("exchange", "merged_fc")),
+        (exchange.snapshot, "snapshot: its servers apply the steps of fixed groups in one order", ("exchange", "snapshot")),
+        (topology.data.shuffle == "ring", 'shuffle = "ring": samples would be lost with the worker', ("data", "shuffle")),
+        (compute.parts != "even", "parts: they divide the samples among fixed workers", ("compute", "parts")),
+        (sync and bool(topology.optimizer.clip_norm), "clip_norm in synchronous training", ("optimizer", "clip_norm")),
+        (sync and compute.precision == "float16", "float16 in synchronous training", ("compute", "precision")),
+    ]
+    found = next(((what, path) for there, what, path in obstacles if there), None)
+    if found is None:
+        return None
+    what, path = found
+    return f"with model servers, an elastic run cannot have {what}", (path,)

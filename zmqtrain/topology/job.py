@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from zmqtrain.topology.section import MOST, Every, Section, Texts, Timeout, is_plain, seconds_of
+from zmqtrain.topology.section import MOST, Alone, Every, Section, Texts, Timeout, is_plain, seconds_of
 from zmqtrain.topology.timeouts import Timeouts
 
 _TASK = re.compile(r"[^:]+(:[A-Za-z_]\w*)?")
@@ -108,6 +108,12 @@ class Job(Section):
         default=60.0,
         description="The one number from which all time-outs are derived, in seconds or with a unit. `zmqtrain check` prints them.",
     )
+    alone: Alone = Field(
+        default=600.0,
+        description="How long processes train on when the launcher is gone (`kill -9`, its machine restarts), for `zmqtrain launch "
+        "--continue RUN` to take over; then they end. For processes that outlive their launcher: those of the ssh engine, and of "
+        "`--detach` with the local engine. 0: they end with it, as all others do.",
+    )
     on_nan: Literal["stop", "continue"] = Field(
         default="stop",
         description="What to do when a loss is NaN or infinite: stop with a checkpoint of the last good step, or carry on.",
@@ -115,8 +121,9 @@ class Job(Section):
     elastic: bool | None = Field(
         default=None,
         description="Carry on without workers that are lost (killed, or gone with their host), and let others take their place. "
-        "Default: true for gossip and averaging among groups of one worker, unless their data is a stream. With all-reduce among "
-        "groups of one worker it is possible, too; workers of one host then exchange gradients in messages, not in memory.",
+        "Default: true for groups of one worker with gossip, averaging or model servers (these without merged_fc, snapshot, parts "
+        "and the sample ring; synchronous ones also without clip_norm and float16), unless their data is a stream. With all-reduce "
+        "among groups of one worker it is possible, too; their gradients then travel in messages also within a host.",
     )
     restarts: int = Field(
         default=0, ge=0, le=1000, description="How many times each worker of an elastic run is restarted after it was lost."

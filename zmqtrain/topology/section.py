@@ -56,6 +56,10 @@ Texts = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
 Timeout = Annotated[
     float, BeforeValidator(units.duration(0.1, 86_400)), PlainSerializer(units.format_duration), Written(("60 s", "2 min"))
 ]
+#: How long something may be away: from zero to a day.
+Alone = Annotated[
+    float, BeforeValidator(units.duration(0, 86_400)), PlainSerializer(units.format_duration), Written(("10 min", "60 s"))
+]
 #: A network delay: from zero to ten seconds.
 Latency = Annotated[
     float, BeforeValidator(units.duration(0, 10)), PlainSerializer(units.format_duration), Written(("200 us", "1 ms"))

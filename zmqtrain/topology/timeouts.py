@@ -21,9 +21,10 @@ class TimeoutRow:
 _PURPOSES = {
     "heartbeat_s": "an agent tells the coordinator that its host and roles are alive; endpoints ping each other",
     "flush_s": "an endpoint that closes sends the messages that are still queued",
+    "silent_s": "a host's agent says nothing; after this time the host counts as lost",
     "grace_s": "roles that were told to stop end by themselves; after this time they are killed",
     "connect_s": "a machine answers the check before the run",
-    "lost_s": "a host's agent, or a link, is silent; after this time it counts as lost",
+    "lost_s": "a link is down (its process stands still, or nothing gets through); after this time it counts as lost",
     "request_s": "a peer answers a request",
     "join_s": "all roles start and join; a peer connects for the first time",
     "barrier_s": "all members reach a barrier (others may be evaluating or writing a checkpoint meanwhile)",
@@ -32,10 +33,11 @@ _PURPOSES = {
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Time-outs in seconds, from the shortest to the longest."""
+    """Time-outs in seconds, by default from the shortest to the longest."""
 
     heartbeat_s: float
     flush_s: float
+    silent_s: float
     grace_s: float
     connect_s: float
     lost_s: float
@@ -49,6 +51,8 @@ class Timeouts:
         return cls(
             heartbeat_s=min(1.0, timeout_s / 20),
             flush_s=min(5.0, timeout_s / 12),
+            # Noticed within 10 s by default; more patience is had by a longer timeout, and less is wrong on a busy machine.
+            silent_s=max(min(8.0, timeout_s / 2), timeout_s * 2 / 15),
             grace_s=min(10.0, timeout_s / 6),
             connect_s=timeout_s / 3,
             lost_s=timeout_s / 2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from zmqtrain.errors import PeerTimeoutError
+from zmqtrain.errors import PeerLostError, PeerTimeoutError
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
@@ -42,6 +42,30 @@ class AllTrained:
                 before = now
             else:
                 return self._step()
+
+    async def of_living(self, members: Members, more: Callable[[], bool]) -> int | None:
+        """As `wait`, with members of whom some may be lost: returns ``None`` if others take part from now on, so that there may be
+        ``more()`` to train."""
+        before: list[int] = []
+        while True:
+            try:
+                return await members.all_trained(self._step(), more)
+            except PeerTimeoutError:
+                now = await self._steps_of_living(members)
+                if now == before:
+                    raise
+                before = now
+
+    async def _steps_of_living(self, members: Members) -> list[int]:
+        endpoint, step, timeout_s = self._context.endpoint, self._step(), self._context.timeouts.request_s
+        others = [peer for peer in members.at(step) if peer != endpoint.peer and members.there(peer, step)]
+        answers = await asyncio.gather(
+            *(endpoint.request(peer, "step", timeout=timeout_s) for peer in others), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, PeerLostError):
+                raise answer
+        return [answer.meta for answer in answers if not isinstance(answer, BaseException) and isinstance(answer.meta, int)]
 
     async def _steps_of_groups(self) -> list[int]:
         endpoint, placement, timeout_s = self._context.endpoint, self._context.placement, self._context.timeouts.request_s

@@ -13,20 +13,23 @@ from zmqtrain.data.batch import Batch
 from zmqtrain.data.blocks import Contents, TensorContents
 from zmqtrain.data.ledger import Promise
 from zmqtrain.data.loader import Fetch, Finish, Loader, Reader
-from zmqtrain.data.partition import Partition
+from zmqtrain.data.partition import Indices, Partition
 from zmqtrain.data.processes import Processes
 from zmqtrain.data.ring import Ring
 from zmqtrain.data.ring_loader import RingLoader
 from zmqtrain.data.ring_plan import RingPlan
+from zmqtrain.data.slots import Era
 from zmqtrain.data.source import Source
 from zmqtrain.data.stream import Position, StreamLoader, StreamPlace
-from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.errors import CheckpointError, TaskError, UsageError
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.shares import Shares, in_step
 from zmqtrain.wire.tensor import TensorPayload
+
+_OTHER_DATA = "resume with the data, and in a run with model servers that may lose workers, as it was written"
 
 
 class Batches(Protocol):
@@ -137,6 +140,89 @@ class OrderedBatches(_Counted):
 
     def used(self, step: int) -> None:
         return None
+
+    async def close(self, timeout_s: float) -> None:
+        await self._loader.close(timeout_s)
+
+
+class SlottedBatches(_Counted):
+    """Implements `Batches` with `Partition` and `zmqtrain.data.slots`: each worker has a whole group's batch, and which one depends
+    on who was lost."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        source: Source,
+        partition: Partition,
+        members: Members,
+        finish: Finish,
+        thread: Background,
+        processes: Processes | None,
+    ) -> None:
+        super().__init__(partition.samples, partition.steps_per_epoch, Promise.of_dataset(source, partition, survives=True))
+        self._partition, self._members = partition, members
+        self._era: Era | None = None
+        self._next = 0
+        self._loader = Loader(
+            Fetch(reader_of(source), finish),
+            self._indices,
+            (context.topology.job.seed,),
+            thread,
+            processes=processes,
+            epoch_steps=partition.steps_per_epoch,
+            place=self._place,
+        )
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """The group and the step to which the batch belongs as long as nobody is lost. Called in the loader's thread, too."""
+        slot = self._members.turn(step)
+        assert slot is not None, f"this worker does not train step {step}"
+        of, group = slot.place(self._partition.groups)
+        return group, of
+
+    def _indices(self, step: int) -> Indices:
+        group, of = self._place(step)
+        return self._partition.indices(of, group, 0)
+
+    async def more(self, step: int) -> bool:
+        return self._members.slot(step) is not None
+
+    def epoch(self, step: int) -> int:
+        return self._place(step)[1] // self._steps
+
+    async def batch(self, step: int, *, ahead: bool) -> Batch:
+        plan = self._members.slots
+        assert plan is not None
+        era = plan.at(step)
+        if self._era is not None and era is not self._era:
+            await self._loader.start_again()
+        self._era = era
+        return await self._loader.batch(step, ahead=ahead)
+
+    def group_samples(self, step: int) -> float | None:
+        return None
+
+    def used(self, step: int) -> None:
+        self._next = step + 1
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What is left to train; ``None`` as long as that follows from the step."""
+        plan, step = self._members.slots, self._next
+        if plan is None:
+            return None
+        left, first = plan.at(step).rest(step)
+        if not left and first == step * self._partition.groups:
+            return None
+        return {"step": step, "first": first, "left": [slot.number for slot in left]}
+
+    def load_state_dict(self, state: object) -> None:
+        match state:
+            case None:
+                return
+            case {"step": int(step), "first": int(first), "left": [*left]} if all(isinstance(number, int) for number in left):
+                self._members.begin_slots(step, first, left)
+            case _:
+                raise CheckpointError(f"the checkpoint has {state!r:.100} as what was left to train: {_OTHER_DATA}")
 
     async def close(self, timeout_s: float) -> None:
         await self._loader.close(timeout_s)
@@ -338,6 +424,8 @@ def make_batches(
         return StreamBatches(context, source, shares, finish, thread, processes)
     if context.topology.data.shuffle == "ring":
         return RingBatches(context, source, partition.samples, members, finish, thread)
+    if members.survives and context.topology.exchange.kind == "model_server":
+        return SlottedBatches(context, source, partition, members, finish, thread, processes)
     return OrderedBatches(context, source, partition, shares, finish, thread, processes)
 
 

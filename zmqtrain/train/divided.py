@@ -129,8 +129,7 @@ class DividedShare(Share):
 
     @property
     def counts(self) -> bool:
-        model = self._model
-        return model.output_samples == "all" or model.grid.place(model.fabric.rank)[0] == 0
+        return self._model.counts_output
 
     def begin(self, step: int, micro_batch: int, micro_batches: int, group_samples: int | None = None) -> None:
         columns = [stop - start for start, stop in bounds(group_samples or self._group_batch, self._model.grid.columns)]

@@ -17,7 +17,7 @@ from typing import Any
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
-from zmqtrain.errors import CheckpointError, UsageError, ZmqTrainError
+from zmqtrain.errors import CheckpointError, PeerLostError, UsageError, ZmqTrainError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Exchange, RunModel
 from zmqtrain.exchange.checkpoint_part import wait_committed
@@ -41,6 +41,15 @@ class Phase(Enum):
     BETWEEN = "between steps"
     COMPUTING = "forward and backward"
     ENDING = "the exchange of the step"
+
+
+class Outcome(Enum):
+    """How training came to its end, or to a pause."""
+
+    DONE = "no step is left"
+    REACHED = "the metric has reached its aim"
+    STOPPED = "all workers were asked to stop"
+    ABANDONED = "a step was abandoned"
 
 
 class TrainLoop:
@@ -78,44 +87,75 @@ class TrainLoop:
     async def run(self) -> None:
         """Train to the end."""
         work, exchange, job, stop_point = self.work, self.exchange, self._job, self._part.stop_point
-        restored = None if self._members.late else await work.restore(self._endpoint, exchange)
+        members = self._members
+        restored = None if members.late else await work.restore(self._endpoint, exchange)
         work.connect(exchange.bucket_ready)
         self.step = first = await self._part.start(restored=restored)
         if restored is None:
             for _ in range(first):
                 work.after_step()
         self._samples = first * self._job_batch * self._context.placement.groups
-        steps = self._steps()
-        self._recorder.event("start", step=first, steps=steps, restored=restored is not None, **work.describe())
+        if members.slots is not None:
+            members.slots.steps = job.steps if job.until is None else job.until.max_steps
+            if members.slots.steps is None and job.until is None and work.steps_per_epoch is not None:
+                members.slots.total = (job.epochs or 1) * work.steps_per_epoch * self._context.placement.groups
+        self._recorder.event("start", step=first, steps=self._steps(), restored=restored is not None, **work.describe())
         announce(self._context, work.shares, first)
-        stop_point.open(first, steps)
-        reached = False
-        early = False
-        while not reached and (steps is None or self.step < steps):
+        elastic = self._part.served_elastically
+        stop_point.open(first, self._steps() if not elastic or job.steps is not None else None)
+        outcome = await self._train(first)
+        while outcome is Outcome.DONE and elastic and await self._part.all_trained(self._more) is None:
+            outcome = await self._train(first)  # others may have left something to train
+        if outcome is not Outcome.ABANDONED:
+            await self._end(first, early=outcome is Outcome.STOPPED)
+
+    async def _train(self, first: int) -> Outcome:
+        """Train all steps that there are now. ``first``: this worker's first step in the run."""
+        work, job, stop_point, members = self.work, self._job, self._part.stop_point, self._members
+        while True:
+            if members.slots is not None:
+                await members.settled()
+                if members.slot(self.step) is None:  # it may have a part in the steps after a change
+                    self.step = max(self.step, members.slots.eras[-1].since)
+            steps = self._steps()
+            if steps is not None and self.step >= steps:
+                return Outcome.DONE
             ended = not await work.more(self.step)
             if ended and await stop_point.end():
-                break
+                return Outcome.DONE
             here = await stop_point.here(self.step)
             if here is Here.STOP:
-                early = True
-                break
+                return Outcome.STOPPED
             if ended:  # the data has ended, for all workers, at a step where a checkpoint is due
                 await stop_point.end()
                 if here is Here.KEEP and work.keeps and not job.checkpoint_every:
                     await self._keep(self.step)
-                break
+                return Outcome.DONE
             # Not at the end of the previous step: if training stops or ends there, that step's checkpoint is written elsewhere.
             if self.step > first and work.keeps and (here is Here.KEEP or self._is_due(self.step)):
                 await self._keep(self.step)
+            if members.slots is not None and not await members.begin(self.step, self._due):
+                continue
             work.callbacks.view(self.step, self._members.at(self.step))
             if not await self._train_step(last=self.step + 1 == steps):
-                return
+                return Outcome.ABANDONED
             await work.call_back()
             done = self.step
-            if job.eval_every and done % job.eval_every == 0 and done != steps:
+            if job.eval_every and done % job.eval_every == 0 and done != self._steps():
                 reached = await self._evaluate_between(done) and await stop_point.end()
                 await work.call_back()
-        await self._end(first, early=early)
+                if reached:
+                    return Outcome.REACHED
+
+    def _more(self) -> bool:
+        """Whether a change of the members has left this worker something to train."""
+        plan, slot = self._members.slots, self._members.slot
+        assert plan is not None
+        return slot(self.step) is not None or slot(max(self.step, plan.eras[-1].since)) is not None
+
+    def _due(self) -> bool:
+        """Whether this worker has a part in the next step."""
+        return self._members.slot(self.step) is not None
 
     def _is_due(self, step: int) -> bool:
         every = self._job.checkpoint_steps
@@ -165,8 +205,8 @@ class TrainLoop:
     # What is kept of the run.
 
     async def _have_servers_keep(self, step: int, *, save: bool, last: bool, in_turn: bool = True) -> None:
-        """Worker 0 asks the servers to keep their state."""
-        if self._context.role.index == 0 and self.work.keeps:
+        """One worker asks the servers to keep their state."""
+        if self._part.leads(step) and self._context.role.position == 0 and self.work.keeps:
             if save:
                 await self.exchange.keep(step, last=last, in_turn=in_turn)
             await self.work.keep_merged(step, save=save)
@@ -187,9 +227,10 @@ class TrainLoop:
             async with self._part.run_model(group, f"keep {step}", kept=None if last else step, last=last):
                 return await self._state(group, step)
 
-        if self.exchange.averaged or self._members.survives:  # anyone may be the first who is left
+        apart = self._part.served_elastically  # the servers have the model, and groups need not be in step
+        if self.exchange.averaged or (self._members.survives and not apart):  # anyone may be the first who is left
             return await self._members.together(f"keep/{step}", step, gather)
-        return await gather(self._part.own) if self._context.role.group == 0 else None
+        return await gather(self._part.own) if self._part.leads(step) else None
 
     async def _state(self, group: Group, step: int) -> ModelState | None:
         """The whole state of the replica, on the first member of ``group``; ``None`` elsewhere."""
@@ -216,9 +257,11 @@ class TrainLoop:
     def _steps(self) -> int | None:
         """How many steps each group trains; None if that depends on a metric or on the end of the data."""
         job = self._job
+        if job.until is not None and not self.work.evaluates:
+            raise UsageError("[job] until needs an evaluation: give the task eval_data")
+        if self._members.slots is not None:
+            return self._members.slots.end
         if job.until is not None:
-            if not self.work.evaluates:
-                raise UsageError("[job] until needs an evaluation: give the task eval_data")
             return job.until.max_steps
         if job.steps is not None:
             return job.steps
@@ -269,15 +312,16 @@ class TrainLoop:
         group."""
         reached = False
         together = self.exchange.synchronous or self.exchange.averaged
-        if self.work.evaluates and (together or self._context.role.group == 0):
+        leads = self._part.leads(done)
+        if self.work.evaluates and (together or leads):
             await self.exchange.settle()
             values = await (self._evaluate_together(done) if together else self._evaluate_servers(done))
             reached = self._reached(values)
             if reached and not together and self._context.role.position == 0:
                 async with asyncio.TaskGroup() as tasks:
                     for peer in (peer for peer in self._members.at(done) if peer not in self._part.own.members):
-                        tasks.create_task(self._endpoint.request(peer, "reached", timeout=self._context.timeouts.request_s))
-        if self._job.until is None or together or self._context.role.group == 0:
+                        tasks.create_task(self._tell_reached(peer))
+        if self._job.until is None or together or leads:
             return reached
         # The members of a group learn at different moments that the run ends, but must train the same number of steps.
         flag = TensorPayload.empty(1, "float64")
@@ -293,6 +337,13 @@ class TrainLoop:
         if value is None:
             raise UsageError(f"[job] until: there is no metric {until.metric!r}; the task's evaluation has {', '.join(values)}")
         return value <= until.reaches if "loss" in until.metric else value >= until.reaches
+
+    async def _tell_reached(self, peer: PeerId) -> None:
+        try:
+            await self._endpoint.request(peer, "reached", timeout=self._context.timeouts.request_s)
+        except PeerLostError:
+            if not self._members.survives:
+                raise
 
     async def _on_reached(self, caller: PeerId) -> Value:
         self._aim_reached = True
@@ -341,7 +392,7 @@ class TrainLoop:
         else:
             checkpoint = work.keeps and step > 0 and bool(job.checkpoint_every)
             await self._have_servers_keep(step, save=checkpoint, last=True)
-            state = await members.together("last", self.step, self._last)
+            state = await members.together("last", step, self._last)
             if step > 0:
                 await self._send_model(step, state, alone=not checkpoint)
             if checkpoint:

@@ -42,7 +42,7 @@ class ModelledWork:
         """``profile``: of the layers that this worker computes. ``remote``: the layers after them, if another process has them."""
         topology, placement, role = context.topology, context.placement, context.role
         compute, seed = topology.compute, topology.job.seed
-        self._context = context
+        self._context, self._members = context, members
         self._profile, self._remote = profile, remote
         self._memory = make_memory(topology.simulation.payload or "real", self._profile, topology, role.index, context.arena)
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
@@ -63,6 +63,8 @@ class ModelledWork:
         if topology.data.shuffle == "ring":
             contents = PhantomContents(topology.data.sample_size or 0)
             self._ring = ring_loader(context, self._profile.samples, members, contents, AtOnce())
+        if isinstance(self._memory, SmallMemory) and members.survives and topology.exchange.kind == "model_server":
+            self._memory.place = self._place
         self._update_s = 0.0
         self._steps = 0
         self.callbacks = Callbacks((), role.index)
@@ -82,11 +84,19 @@ class ModelledWork:
     def steps_per_epoch(self) -> int:
         return self._partition.steps_per_epoch
 
+    def _place(self, step: int) -> tuple[int, int]:
+        """The rank and the step to which this worker's batch belongs as long as nobody is lost."""
+        slot = self._members.turn(step)
+        assert slot is not None, f"this worker does not train step {step}"
+        of, group = slot.place(self._context.placement.groups)
+        return group, of
+
     async def more(self, step: int) -> bool:
-        return True
+        return self._members.slots is None or self._members.slot(step) is not None
 
     def epoch(self, step: int) -> int:
-        return step // self.steps_per_epoch
+        of = step if self._members.slots is None else self._place(step)[1]
+        return of // self.steps_per_epoch
 
     @property
     def evaluates(self) -> bool:

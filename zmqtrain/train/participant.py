@@ -47,11 +47,12 @@ class Participant:
         self._replica, self._step, self._quiet, self._state_mean = replica, step, quiet, state_mean
         self.exchange, self.members = exchange, members
         role, timeouts = context.role, context.timeouts
+        self._role = role
         self.own = group_of(
             context.endpoint, context.placement.group_members(role.group), f"evaluate/{role.group}", timeouts.barrier_s
         )
         """This worker's compute group."""
-        self.stop_point = StopPoint(context.endpoint, timeout_s=timeouts.barrier_s)
+        self.stop_point = StopPoint(context.endpoint, timeout_s=timeouts.barrier_s + context.membership.alone_s)
         self.spread = 0.0
         """The largest difference between this worker's parameters and the run's model, if it was measured."""
         self._trained = AllTrained(context, step)
@@ -75,10 +76,40 @@ class Participant:
         ``alike``: all train the same number of steps. Returns that number, or the largest number if not ``alike``. Raises the
         errors of
         `AllTrained.wait`."""
+        if self.served_elastically:
+            while (step := await self.all_trained(lambda: False)) is None:
+                pass
+            return step
         await self.exchange.settle()
         await self._quiet()
         await self.exchange.leave()  # first, so that no other group waits for this one's gradients
         return self._step() if self.members.survives else await self._trained.wait(self.members, alike=alike)
+
+    @property
+    def served_elastically(self) -> bool:
+        """Whether workers may be lost, and others train what they have left: then it may turn out at the end that there is more to
+        train."""
+        return self.members.slots is not None
+
+    async def all_trained(self, more: Callable[[], bool]) -> int | None:
+        """This worker had nothing more to train. Returns when that is so of all, with the largest of their steps; or ``None``:
+        others take part from now on, so that there may be ``more()``."""
+        await self.exchange.settle()
+        await self._quiet()
+        await self.members.settled()
+        plan = self.members.slots
+        assert plan is not None
+        era = plan.eras[-1]
+        await self.exchange.leave()  # until others take part, and after that again
+        return await self._trained.of_living(self.members, lambda: plan.eras[-1] is not era or more())
+
+    def leads(self, step: int) -> bool:
+        """Whether this worker does what one worker, or one group, does for all (evaluations of servers' parameters, checkpoints):
+        the first group or, if workers may be lost, the first that has trained up to ``step`` and is still there."""
+        if not self.served_elastically:
+            return self._role.group == 0
+        before = max(0, step - 1)
+        return next((peer for peer in self.members.at(before) if self.members.there(peer, before)), None) == self._role.peer
 
     @asynccontextmanager
     async def run_model(self, group: Group, tag: str, *, kept: int | None = None, last: bool = False) -> AsyncIterator[None]:

@@ -141,8 +141,15 @@ class TorchWork:
         self._bridge = Bridge(device.condition(), device.clock, 2 * timeout_s)
         self._replica.also_abort(self._bridge.abort)
         group = Group(context.endpoint, scope.members, scope.members.index(role.peer), "weights", timeout_s=timeout_s)
-        weights = WeightSums(group, groups, self._bridge)
+        weights = WeightSums(group, groups, self._bridge, self._need_all if context.topology.elastic else None)
         return TrainStep(self._replica, weighted, device, settings, context.recorder, weights)
+
+    async def _need_all(self) -> None:
+        """Weights are summed over all workers in every step."""
+        why = "the weights of its loss are summed over the workers that train in step"
+        if self._context.topology.asks_elastic:
+            raise UsageError(f"{why}, so that none may be lost: remove [job] elastic and restarts, or return a plain mean")
+        await self._context.membership.need_all(why)
 
     @classmethod
     async def make(

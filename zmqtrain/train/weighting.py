@@ -6,6 +6,7 @@ of a step is that of all workers' sums, divided by all workers' weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -85,9 +86,12 @@ def _module(loss: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
 class WeightSums:
     """Sums weights over the workers that compute a step together. Made on the event loop's thread, called in the compute thread."""
 
-    def __init__(self, group: Group, groups: int, bridge: Bridge) -> None:
-        """``group``: these workers, which form ``groups`` compute groups."""
-        self._group, self._groups, self._bridge = group, groups, bridge
+    def __init__(
+        self, group: Group, groups: int, bridge: Bridge, first: Callable[[], Coroutine[Any, Any, None]] | None = None
+    ) -> None:
+        """``group``: these workers, which form ``groups`` compute groups. ``first``: called before the first sum over several
+        workers."""
+        self._group, self._groups, self._bridge, self._first = group, groups, bridge, first
 
     @property
     def shared(self) -> bool:
@@ -107,6 +111,9 @@ class WeightSums:
         return weight / self._groups
 
     async def _sum(self, step: int, weight: float) -> float:
+        if self._first is not None:
+            first, self._first = self._first, None
+            await first()
         payload = TensorPayload.of(np.array([weight], np.float64))
         await all_reduce(self._group, payload, ("weight", step))
         return float(payload.tensor[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, Self, TypeAlias
 
@@ -107,7 +108,8 @@ class Machine(ABC):
 
     def _advance(self, outcome: Outcome | None) -> None:
         try:
-            self._now = next(self._algorithm) if outcome is None else self._algorithm.send(outcome)
+            trial = next(self._algorithm) if outcome is None else self._algorithm.send(outcome)
+            self._now = trial if trial.start is None else replace(trial, before=self._before(trial.start))
         except StopIteration as stop:
             done: Done = stop.value
             self._now = done
@@ -115,6 +117,11 @@ class Machine(ABC):
 
     def _decide(self, what: str, reason: str, **values: Any) -> None:
         self._decisions.append(Decision(what, reason, values))
+
+    def _before(self, start: int) -> tuple[float, int] | None:
+        """The mean of the last losses of the trial ``start``, and of how many it is."""
+        outcome = self.trials[start][1]
+        return None if outcome.end is None else (outcome.end, min(outcome.updates, self._space.smooth))
 
     @abstractmethod
     def _life(self) -> Life:

@@ -31,7 +31,9 @@ class TrialMonitor:
         self._open: dict[tuple[int, int], list[tuple[float, float]]] = {}  # group and step -> time and loss of each worker so far
         self._updates: list[tuple[float, float]] = []  # the time, and the mean loss of the group's batch
         self._began: float | None = None
-        self._smoothed, self._aim = Smoothed(), Smoothed(smooth)  # short, to detect divergence soon
+        self._smoothed = Smoothed()  # short, to detect divergence soon
+        # Of its own losses, and the one that goes on from where it begins.
+        self._aim, self._on = Smoothed(smooth), Smoothed(smooth, trial.before)
         self._staleness: list[float] = []
         self._momentum: float | None = None
         self.diverged = False
@@ -89,6 +91,7 @@ class TrialMonitor:
             diverged=diverged or self.diverged,
             smooth=self._over,
             scored=self._trial.scored,
+            before=self._trial.before,
             target=self._target,
             staleness=fmean(self._staleness) if self._staleness else None,
             momentum=self._momentum,
@@ -119,14 +122,16 @@ class TrialMonitor:
 
     def _update(self, time: float, loss: float) -> None:
         self._updates.append((time, loss))
-        smooth, aim, above = self._smoothed.add(loss), self._aim.add(loss), self._trial.give_up_above
+        smooth, above = self._smoothed.add(loss), self._trial.give_up_above
+        self._aim.add(loss)
+        self._on.add(loss)
         if self._progress is not None:
             self._progress.add(loss)
         if above is not None and smooth > above and self.updates > PATIENCE:
             self.diverged, self.stop = True, f"the loss is {loss:.4g}: training diverges"
         elif self._trial.kind == "probe" and not self._trial.keeps and self.updates >= self._trial.updates:
             self.stop = "the probe has made its updates"
-        elif self._target is not None and self._aim.settled and aim <= self._target:
+        elif self._target is not None and (self._aim.below(self._target) or self._on.below(self._target)):
             self.stop = "the target is reached"
-        elif self._trial.until is not None and self._aim.settled and aim <= self._trial.until:
+        elif self._trial.until is not None and self._aim.below(self._trial.until):
             self._close = True

@@ -66,6 +66,8 @@ class Trial:
     """Whether other trials may begin at the end of this probe."""
     watch: Watch | None = None
     """How to check progress: training ends at its next checkpoint if it makes none."""
+    before: tuple[float, int] | None = None
+    """The mean loss of the last updates before it, and of how many."""
 
     def to_value(self) -> dict[str, Any]:
         """As JSON values."""
@@ -135,10 +137,12 @@ class Outcome:
         target: float | None = None,
         smooth: int = 20,
         scored: float = SCORED,
+        before: tuple[float, int] | None = None,
         **measured: Any,
     ) -> Outcome:
         """The outcome from losses and their times since the beginning, in order. ``target``: to be reached by the loss smoothed
-        over ``smooth`` updates. ``scored``: the last part of the losses, whose mean is the result."""
+        over ``smooth`` updates, also by the mean that goes on from ``before``. ``scored``: the last part of the losses, whose mean
+        is the result."""
         values = [loss for _, loss in losses]
         if not values:
             return cls(updates, seconds, math.nan, math.inf, **measured)
@@ -146,7 +150,7 @@ class Outcome:
         last = values[-max(1, round(len(values) * scored)) :]
         bad = diverged or not all(map(math.isfinite, values))
         noise = stdev(last) / math.sqrt(len(last)) if len(last) > 1 and not bad else 0.0
-        reached = reach(values, target, smooth) if target is not None else None
+        reached = reach(values, target, smooth, before) if target is not None else None
         return cls(
             updates,
             seconds,
@@ -197,10 +201,10 @@ class Smoothed:
 
     __slots__ = ("_count", "_over", "value")
 
-    def __init__(self, over: int = 20) -> None:
-        """``over``: the weight of a new value is 1/over."""
-        self.value = math.nan
-        self._count, self._over = 0, over
+    def __init__(self, over: int = 20, before: tuple[float, int] | None = None) -> None:
+        """``over``: the weight of a new value is 1/over. ``before``: the mean so far, and of how many losses."""
+        self.value, self._count = (math.nan, 0) if before is None else before
+        self._over = over
 
     def add(self, loss: float) -> float:
         """Add a loss and return the mean."""
@@ -214,11 +218,18 @@ class Smoothed:
         """Whether it has seen enough losses."""
         return self._count >= self._over
 
+    def below(self, target: float) -> bool:
+        """Whether it has seen enough losses, and is at most ``target``."""
+        return self.settled and self.value <= target
 
-def reach(losses: Sequence[float], target: float, over: int = 20) -> int | None:
-    """The index of the first loss at which their smoothed mean is at most ``target``."""
-    smoothed = Smoothed(over)
+
+def reach(losses: Sequence[float], target: float, over: int = 20, before: tuple[float, int] | None = None) -> int | None:
+    """The index of the first loss at which their smoothed mean is at most ``target``: that of these losses, or the one that goes on
+    from ``before``."""
+    means = [Smoothed(over), Smoothed(over, before)]
     for index, loss in enumerate(losses):
-        if smoothed.add(loss) <= target and smoothed.settled:
+        for mean in means:
+            mean.add(loss)
+        if any(mean.below(target) for mean in means):
             return index
     return None

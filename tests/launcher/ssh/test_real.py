@@ -135,10 +135,16 @@ def test_a_detached_run_is_found_and_stopped(tmp_path: Path, two: Machines) -> N
 
 
 def test_a_killed_launcher_leaves_nothing_that_runs(tmp_path: Path, two: Machines) -> None:
-    """Agents end by themselves when they have not heard of it for half the time-out; then what they leave is cleared."""
+    """Agents end by themselves when no other one has come for `[job] alone`; then what they leave is cleared."""
     prepare(tmp_path, two.hosts("m1", environment={"WHO": "machine"}), "asyncssh")
     with Launched(
-        tmp_path, "--set=job.timeout=12", "--set=compute.group_size=1", "trial.toml", "script.py", str(tmp_path / "go")
+        tmp_path,
+        "--set=job.timeout=12",
+        "--set=job.alone=1 s",
+        "--set=compute.group_size=1",
+        "trial.toml",
+        "script.py",
+        str(tmp_path / "go"),
     ) as run:
         run.wait_for(r"\| ready")
         assert len(two.processes("m1")) >= 4  # supervisor, agent, fork server, worker
@@ -175,6 +181,32 @@ def test_a_launcher_that_is_gone_is_stopped_at_once(tmp_path: Path, two: Machine
     assert two.left() == []
 
 
+def test_another_launcher_takes_over_the_machines(tmp_path: Path, two: Machines) -> None:
+    """Encrypted: the new launcher has the keys of the one before."""
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "asyncssh")
+    with Launched(tmp_path, "trial.toml", "script.py", str(tmp_path / "go")) as run:
+        run.wait_for(r"\| ready", 2)
+        run.signal(signal.SIGKILL)
+        assert run.end() == -signal.SIGKILL
+        continued = subprocess.Popen(
+            command("launch", "--continue", "run"), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            assert continued.stdout is not None
+            events = run.run / "events.jsonl"
+            until("the other launcher takes over", lambda: '"continued"' in events.read_text() or continued.poll() is not None)
+            (tmp_path / "go").touch()
+            said = continued.communicate(timeout=PATIENCE_S)[0]
+            assert continued.returncode == 0, said
+        finally:
+            continued.kill()
+            continued.wait()
+    assert run.json("summary.json")["status"] == "done"
+    assert [(run.run / "logs" / f"worker-{rank}.log").read_text().count("sum 3.0") for rank in range(2)] == [1, 1]
+    assert [(run.run / "logs" / f"worker-{rank}.log").read_text().count("ready") for rank in range(2)] == [1, 1]
+    assert two.left() == []
+
+
 def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path, two: Machines) -> None:
     """Its roles end with it, the run ends since it is not elastic, and nothing is left on any host."""
     prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "system")
@@ -191,7 +223,7 @@ def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path, two: Machines) ->
 def test_a_host_that_vanishes_is_cleared_up_when_it_is_back(tmp_path: Path, two: Machines) -> None:
     """It is lost when its heartbeats have been missing for half of the time-out; what it still runs ends by itself."""
     prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "asyncssh")
-    with Launched(tmp_path, "--set=job.timeout=6", "trial.toml", "script.py", str(tmp_path / "go")) as run:
+    with Launched(tmp_path, "--set=job.timeout=6", "--set=job.alone=1 s", "trial.toml", "script.py", str(tmp_path / "go")) as run:
         run.wait_for(r"\| ready", 2)
         with two.unplugged("m2"):
             assert run.end() == 129, run

@@ -46,7 +46,7 @@ def train(model: nn.Module, x: Tensor, fabric: Fabric, *, steps: int = STEPS) ->
         loss.backward()
         sum_gradients(model, fabric, model.shards_by_name())
         optimizer.step()
-        losses.append(loss.item() / (1 if model.output_samples == "all" else model.grid.rows))
+        losses.append(loss.item() / model.output_placement.copies)
     return losses
 
 

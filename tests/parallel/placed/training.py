@@ -128,7 +128,7 @@ class Training:
             sum_gradients(parallel, fabric, shards)
             found.setdefault("gradients", gradients_of(parallel))
             optimizer.step()
-            found["losses"].append(loss.item() / (1 if parallel.output_samples == "all" else parallel.grid.rows))
+            found["losses"].append(loss.item() / parallel.output_placement.copies)
         parallel.eval()
         with torch.no_grad(), self.around():
             found["eval"] = parallel(self.given(start, stop))

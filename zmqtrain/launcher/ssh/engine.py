@@ -20,7 +20,9 @@ from zmqtrain.launcher.ssh.preflight import Preflight
 from zmqtrain.launcher.ssh.session import Client, Session
 from zmqtrain.launcher.ssh.target import Target, launching_python
 from zmqtrain.membership.environment import BIND, HOST
+from zmqtrain.observe.run_directory import log_name
 from zmqtrain.topology.schema import Host
+from zmqtrain.wire.payload import Value
 from zmqtrain.world import random_bits
 
 #: Seconds that a host may take to remove a folder when the launch has failed.
@@ -67,7 +69,32 @@ class SshEngine:
             environ={**environ, HOST: host.address, BIND: preflight.binds[host.name]},
             folder=preflight.folders[host.name],
         )
-        return SshHandle(session, client, places.run, run.timeouts, say=run.say, log=run.log)
+        alone_s = run.topology.job.alone
+        return SshHandle(session, client, places.run, run.timeouts, say=run.say, log=run.log, alone_s=alone_s)
+
+    def trace(self, handle: Handle) -> Value:
+        """The run directory says on which hosts it has something (`Places`)."""
+        return None
+
+    async def adopt(self, run: EngineRun, traces: Mapping[str, Value], sizes: Mapping[str, int]) -> Mapping[str, Handle]:
+        """Log in to all hosts. Raises `HostLostError` if some cannot be reached."""
+        places = Places.read(run.directory)
+        if places is None:
+            return {}
+        client, python = make_client(run.topology.engine.client), places.python
+        handles: dict[str, Handle] = {}
+        preflight = Preflight(run, client, places.run, lambda host: Target.of(host, python))
+        self._opened = run, client, places, preflight
+        await preflight.log_in()
+        for name, session in preflight.sessions.items():
+            if session.state["agent"] == "running":
+                # Its log has nothing but what it printed itself.
+                offset = sizes.get(f"logs/{log_name(f'agent/{name}')}.log", 0)
+                alone_s = run.topology.job.alone
+                handles[name] = SshHandle(
+                    session, client, places.run, run.timeouts, say=run.say, log=run.log, offset=offset, alone_s=alone_s
+                )
+        return handles
 
     async def stop(self, handle: Handle, grace: float) -> None:
         """End the agent, and remove the run's folder on its host. If the host cannot be reached, a line says so."""

@@ -28,11 +28,14 @@ class SshHandle:
         *,
         say: Callable[[str], None],
         log: Callable[[str, str], None],
+        offset: int = 0,
+        alone_s: float = 0.0,
     ) -> None:
-        """``say`` prints lines for the user; ``log(host, text)`` takes what the agent itself prints."""
+        """``alone_s``: how long the agent goes on without a launcher. ``say`` prints lines for the user; ``log(host, text)`` takes
+        what the agent itself prints, from ``offset`` on."""
         self._session, self._client, self._run, self._timeouts = session, client, run, timeouts
         self._say, self._log = say, log
-        self._offset = 0
+        self._offset, self._alone_s = offset, alone_s
         self._code: int | None = None
         session.on_log(self._printed)
 
@@ -64,7 +67,8 @@ class SshHandle:
         except (SshError, HostsError, TimeoutError) as error:
             why = str(error) or f"{self.host}: no answer"
             self._say(
-                f"{why}. Its agent ends by itself {self._timeouts.lost_s:g} s after its last contact with the launcher; "
+                f"{why}. Its agent ends by itself {self._timeouts.lost_s + self._alone_s:g} s after its last contact with the "
+                f"launcher; "
                 f"`zmqtrain stop` tries again"
             )
             return False

@@ -5,7 +5,7 @@ from zmqtrain.parallel.model.batch_norm import BatchNorm
 from zmqtrain.parallel.model.convolution import Convolution
 from zmqtrain.parallel.model.cross_entropy import CrossEntropy
 from zmqtrain.parallel.model.divided import Divided
-from zmqtrain.parallel.model.dropout import Batch, Dropout, Masks
+from zmqtrain.parallel.model.dropout import Batch, Masks
 from zmqtrain.parallel.model.embedding import Embedding
 from zmqtrain.parallel.model.linear import Linear
 from zmqtrain.parallel.model.lstm import LSTM
@@ -18,7 +18,6 @@ __all__ = [
     "Convolution",
     "CrossEntropy",
     "Divided",
-    "Dropout",
     "Embedding",
     "Linear",
     "Masks",

@@ -14,16 +14,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.placement import Block, Placement
-
-AnyDropout: TypeAlias = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d
 
 _32_BITS = (1 << 32) - 1
 #: Odd numbers below 2^31, so that their product with a number below 2^32 is one below 2^63.
@@ -64,14 +61,6 @@ class Masks:
         """``x``, which lies as ``placement`` says, with elements set to zero and the others scaled. Raises `UsageError`."""
         shape = placement.whole_shape(x.shape, self.batch.size)
         return x * self.scale(shape, probability, placement, x, call)
-
-    def drop_channels(self, x: Tensor, probability: float, placement: Placement) -> Tensor:
-        """The same for whole channels: dimension 1 of ``x``."""
-        if placement.divided is not None and placement.divided % x.dim() != 1:
-            placement = placement.whole()  # what lies in other dimensions shares the channel's fate
-        shape = placement.whole_shape(x.shape[:2], self.batch.size)
-        scale = self.scale(shape, probability, placement, x.new_empty(x.shape[:2]))
-        return x * scale.reshape(*scale.shape, *[1] * (x.dim() - 2))
 
     def scale(
         self, shape: tuple[int, ...], probability: float, placement: Placement, like: Tensor, call: int | None = None
@@ -133,26 +122,3 @@ def _mix(numbers: Tensor) -> Tensor:
     numbers.mul_(_MULTIPLIERS[1]).bitwise_and_(_32_BITS)
     numbers.bitwise_xor_(numbers >> 15)
     return numbers
-
-
-class Dropout(nn.Module):
-    """`torch.nn.Dropout`, or one that drops whole channels, of an activation that lies as ``placement`` says.
-
-    Without one it is whole on the column. It has no messages.
-    """
-
-    def __init__(self, original: AnyDropout, masks: Masks, placement: Placement | None = None) -> None:
-        super().__init__()
-        self.p, self.masks, self.training = original.p, masks, original.training
-        self.placement = placement or Placement(masks.site.grid)
-        self._channels = isinstance(original, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same shape; outside of training the same."""
-        if not self.training or self.p == 0:
-            return x
-        drop = self.masks.drop_channels if self._channels else self.masks.drop
-        return drop(x, self.p, self.placement)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"

@@ -24,7 +24,7 @@ from zmqtrain.parallel.placed.assign import Assigned, Assignment, assign, main_g
 from zmqtrain.parallel.placed.layers import moved
 from zmqtrain.parallel.placed.swap import Swap, relink
 from zmqtrain.parallel.placed.tensor import Placed, World, from_local, to_local
-from zmqtrain.parallel.placement import Range, laid
+from zmqtrain.parallel.placement import Placement, Range, laid
 from zmqtrain.parallel.plan import Plan
 from zmqtrain.parallel.shard import Shard, gather_state
 from zmqtrain.parallel.turns import drawing
@@ -141,8 +141,8 @@ class ParallelModel(nn.Module):
         self.grid = world.grid
         """The grid whose columns say which samples a process is given."""
         self.fabric, self.batch = world.fabric, world.batch
-        self.output_samples: Literal["columns", "all"] = "columns"
-        """Whether the last output is of the column's samples, or of this process's own share of them."""
+        self.output_placement = laid(world.grid)
+        """Where the last output lies: whose samples it is of."""
         self.sizes = sizes
         """Parameters of each layer of the whole, undivided model, by the layer's name."""
         self._recomputing: ExitStack | None = None
@@ -152,12 +152,11 @@ class ParallelModel(nn.Module):
         """Whether outputs are always of the column's samples, on all its rows, also where the last layer is batch-parallel, or has
         made samples and time one dimension."""
         self._runs: Callable[..., Any] = model.__call__
-        for name, child in model._modules.items():  # named_children() leaves second names out
-            self.add_module(name, child)
-        for name, parameter in model.named_parameters(recurse=False, remove_duplicate=False):
-            self.register_parameter(name, parameter)
-        for name, buffer in model.named_buffers(recurse=False, remove_duplicate=False):
-            self.register_buffer(name, buffer, persistent=name not in model._non_persistent_buffers_set)
+        # What the model calls its own may be called as something here is: `grid`, `batch`, `samples`.
+        self._modules.update(model._modules)  # named_children() leaves second names out
+        self._parameters.update(model._parameters)
+        self._buffers.update(model._buffers)
+        self._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
         self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(_Entering(world, name, self._entry(module, name))))
@@ -222,8 +221,14 @@ class ParallelModel(nn.Module):
     def output_range(self) -> slice:
         """Which of the samples that this process was given the last output is of."""
         start, _ = self.samples(self.batch.size)
-        first, last = laid(self.grid, self.output_samples).samples_of(self.batch.size, self.fabric.rank)
+        first, last = self.output_placement.samples_of(self.batch.size, self.fabric.rank)
         return slice(first - start, last - start)
+
+    @property
+    def counts_output(self) -> bool:
+        """Whether this process is the one that counts of those that have the last output of the same samples
+        (``output.copies``)."""
+        return self.output_placement.copies == 1 or self.output_placement.grid.place(self.fabric.rank)[0] == 0
 
     def shards_by_name(self) -> dict[str, Shard]:
         """How each parameter and buffer is divided, by its name."""
@@ -250,10 +255,29 @@ class ParallelModel(nn.Module):
         with self._drawing(), self._swap.during(), set_checkpoint_early_stop(False):
             output = self._runs(*given[0], **given[1])
         map_tensors(output, self._await_backward)
-        if self.keeps_divided and self.training and isinstance(output, Placed) and output.divided is not None:
-            self.output_samples = "columns"
+        self.output_placement = self._of_samples(output)
+        keeps = self.keeps_divided and self.training and isinstance(output, Placed) and output.divided is not None
+        if keeps and output.placement.grid == self.output_placement.grid:
             return output
         return map_tensors(output, self._given_out)
+
+    def _of_samples(self, output: Any) -> Placement:
+        """Whose samples outputs are of: those that each process has, if all outputs lie alike and it was given these samples;
+        otherwise the column's."""
+        columns = laid(self.grid)
+        found: set[Placement] = set()
+        for value in _tensors(output):
+            if not isinstance(value, Placed):
+                continue
+            there = value.placement
+            if there.sample_dimension is None:
+                if value.dim() and value.shape[0] == self.batch.size:
+                    found.add(columns)
+            elif self.gives_columns or there.sample_unit != 1 or (there.grid != self.grid and self.grid.columns > 1):
+                found.add(columns)
+            else:
+                found.add(laid(there.grid, there.samples))
+        return found.pop() if len(found) == 1 else columns
 
     def _await_backward(self, value: Tensor) -> Tensor:
         if value.requires_grad:
@@ -305,20 +329,18 @@ class ParallelModel(nn.Module):
             return value
         there = value.placement
         if there.sample_dimension is None and value.dim() and value.shape[0] == self.batch.size:
-            self.output_samples = "columns"
             return to_local(value, laid(self.grid), world, layer="output")
         unit = there.sample_unit
         if there.sample_dimension is None or (unit != 1 and not self.gives_columns):
             whole = world.whole_of(self.grid)
             columns = laid(self.grid, sample_dimension=None, summands="row")  # each column's loss has its own part in it
             return to_local(value, whole, world, gradient=columns, layer="output")
-        target = there
-        shared = self.gives_columns and there.samples == "all"
-        if there.divided is not None or there.grid != self.grid or there.summands != "none" or shared:
+        target = laid(
+            self.output_placement.grid, self.output_placement.samples, sample_dimension=there.sample_dimension, sample_unit=unit
+        )
+        if there.divided is not None or there.grid != target.grid or there.summands != "none":
             first = laid(there.grid, there.samples, sample_dimension=there.sample_dimension, sample_unit=unit)
             value = from_local(to_local(value, first, world, layer="output"), first, value.shape, world)
-            target = laid(self.grid, sample_dimension=there.sample_dimension, sample_unit=unit)
-        self.output_samples = target.samples
         return to_local(value, target, world, layer="output")
 
     @contextmanager

@@ -1,13 +1,17 @@
-"""Batch norm with the statistics of the whole batch, wherever its samples, channels and strips are."""
+"""Norms wherever samples, channels and strips are: batch norm with the statistics of the whole batch, and those of each sample."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from zmqtrain.parallel.communicator import Phase
 from zmqtrain.parallel.domain.batch_norm import DomainBatchNorm2d
 from zmqtrain.parallel.halo import HEIGHT, WIDTH
 from zmqtrain.parallel.model.batch_norm import BatchNorm
@@ -92,6 +96,14 @@ def instance_norm(
         return NotImplemented
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if _by_statistics(input) and not _only_channels(input.placement):
+        found, *means = _normalized(input, input.shape[1], weight, bias, eps)
+        count = math.prod(input.shape[2:])
+        with torch.no_grad():
+            for running, each, times in ((running_mean, means[0], 1.0), (running_var, means[1], count / max(count - 1, 1))):
+                if running is not None:
+                    running.mul_(1 - momentum).add_(each.mean(0) * (times * momentum))
+        return found
     world, place = input.world, _by_channels(changed(input.placement, summands="none"))
     if place.sample_dimension not in (None, 0):
         place = world.whole_of(place.grid)
@@ -108,6 +120,102 @@ def instance_norm(
         if running_var is not None:
             running_var.mul_(1 - momentum).add_(values.var(inner).mean(0) * momentum)
     return found
+
+
+@function(functional.group_norm, both=True)
+def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Any:
+    """`torch.nn.functional.group_norm` of what is divided: each process its own groups, or sums of statistics."""
+    if not isinstance(input, Placed) or input.dim() < 3 or not _by_statistics(input) or input.shape[1] % num_groups:
+        return NotImplemented
+    world, place, each = input.world, input.placement, input.shape[1] // num_groups
+    if not _only_channels(place) or any(start % each or stop % each for start, stop in place.divisions):
+        return _normalized(input, num_groups, weight, bias, eps)[0]
+    _, parts = _weights(world, place, weight, bias)
+    x = to_local(input, place, world)
+    if not x.shape[1]:  # a process without channels: what it has of weights is as empty
+        return from_local(x + sum(part.sum() for part in parts if part is not None), place, input.shape, world)
+    given = at_least_one(x, place.sample_dimension)
+    own = functional.group_norm(given, x.shape[1] // each, parts[0], parts[1], eps)
+    return from_local(own.narrow(0, 0, x.shape[0]), place, input.shape, world)
+
+
+def _by_statistics(input: Placed) -> bool:
+    """Whether channels or places are divided, of numbers of which torch would sum as precisely."""
+    place = input.placement
+    known = place.divided is not None and place.sample_dimension == 0 and place.summands == "none"
+    return known and input.dtype in (torch.float32, torch.float64)
+
+
+def _only_channels(place: Placement) -> bool:
+    return place.divided == 1 and place.across is None
+
+
+def _normalized(
+    input: Placed, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of parts of channels or of places, which stay as they are: sums of each sample and group travel, twice in forward
+    and once in backward. Returns means and variances of (samples, groups), too."""
+    world, place = input.world, input.placement
+    _, parts = _weights(world, place, weight, bias)
+    first = place.ranges(place.grid.place(world.rank)[0]).get(1, (0, 0))[0]
+    x = to_local(input, place, world)
+    of = torch.arange(first, first + x.shape[1], device=x.device) // (input.shape[1] // groups)
+    each = math.prod(input.shape[1:]) // groups
+    found, mean, variance = _Normalize.apply(x, *parts, _Sums(world, place, of, groups, each), eps)  # type: ignore[no-untyped-call]
+    of_groups = [world.placed(value, laid(place.grid), (input.shape[0], groups)) for value in (mean, variance)]
+    return from_local(found, place, input.shape, world), of_groups[0], of_groups[1]
+
+
+class _Sums:
+    """Means over groups of channels, of which each process of a column has some channels or places."""
+
+    def __init__(self, world: World, place: Placement, of: Tensor, groups: int, each: int) -> None:
+        """``of``: the group of each of this process's channels. ``each``: elements of a sample's group."""
+        self._column = world.fabric.among(world.members(place, "column"))
+        self._of, self._groups, self._each, self._world, self._layer = of, groups, each, world, world.layer
+
+    def means(self, values: Sequence[Tensor], phase: Phase) -> list[Tensor]:
+        """(samples, groups) of each. All of them travel in one message."""
+        sums = [value.sum(tuple(range(2, value.dim()))) for value in values]
+        parts = [each.new_zeros(len(each), self._groups).index_add(1, self._of, each) for each in sums]
+        label = self._world.label("statistics", phase, self._layer)
+        (found,) = self._column.all_reduce(torch.stack(parts) / self._each, label).wait()
+        return list(found.unbind(0))
+
+    def by_channel(self, value: Tensor, like: Tensor) -> Tensor:
+        """(samples, groups), for each of this process's channels and places."""
+        return value.index_select(1, self._of).reshape(*like.shape[:2], *[1] * (like.dim() - 2))
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, sums: _Sums, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        (mean,) = sums.means([x], "forward")
+        apart = x - sums.by_channel(mean, x)
+        (variance,) = sums.means([apart * apart], "forward")
+        scale = (variance + eps).rsqrt()
+        apart *= sums.by_channel(scale, x)
+        ctx.save_for_backward(apart, scale, weight)
+        ctx.sums, ctx.biased = sums, bias is not None
+        ctx.mark_non_differentiable(mean, variance)
+        ones = [1] * (x.dim() - 2)
+        found = apart * weight.reshape(-1, *ones) if weight is not None else apart.clone()
+        return found + bias.reshape(-1, *ones) if bias is not None else found, mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        apart, scale, weight = ctx.saved_tensors
+        sums: _Sums = ctx.sums
+        others = (0, *range(2, gradient.dim()))
+        of_weight = (gradient * apart).sum(others) if weight is not None else None
+        of_bias = gradient.sum(others) if ctx.biased else None
+        if weight is not None:
+            gradient = gradient * weight.reshape(-1, *[1] * (gradient.dim() - 2))
+        mean, along = (sums.by_channel(each, apart) for each in sums.means([gradient, gradient * apart], "backward"))
+        return (gradient - mean - apart * along) * sums.by_channel(scale, apart), of_weight, of_bias, None, None
 
 
 def _layer(world: World, input: Placed, place: Placement, tracked: bool, eps: float) -> Any:

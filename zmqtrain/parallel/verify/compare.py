@@ -83,8 +83,7 @@ class _Comparison:
             return sum((each.sum() for each in tensors_of(output)), torch.zeros(())) * 0.0
         loss = mean(share.loss(case.loss, output, part.target)) * (part.samples / samples)
         if when == "first":
-            copies = 1 if model.output_samples == "all" else model.grid.rows
-            self._found.loss = float(loss.detach()) / copies
+            self._found.loss = float(loss.detach()) / model.output_placement.copies
         return loss
 
     def _step(self, model: ParallelModel, expected: Wanted, phase: Phase) -> None:

@@ -23,10 +23,11 @@ from zmqtrain.exchange.checkpoint_part import (
     WRITTEN,
     pack_manifest,
 )
+from zmqtrain.membership.journal import Journal
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.train.checkpoint.clock import CheckpointClock
 from zmqtrain.train.checkpoint.folder import MODEL, Checkpoint, RunShape, find_latest, prune
-from zmqtrain.train.checkpoint.incoming import IncomingCheckpoint
+from zmqtrain.train.checkpoint.incoming import IncomingCheckpoint, WrittenPart
 from zmqtrain.train.checkpoint.model_file import ModelFile
 from zmqtrain.train.checkpoint.weights import Weights
 from zmqtrain.waiting import settle
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 MOST_INCOMPLETE = 8
 #: A message names at most this many missing parts.
 MOST_NAMED = 4
+#: Names in the ledger: what the names of parts on disk, and of roles without a part, begin with; the newest complete checkpoint and
+#: those that were given up; whether the clock runs.
+PART, NOTHING_HERE, KEPT, BEGUN = "part/", "nothing/", "checkpoints", "clock"
 #: Events about a checkpoint: ``checkpoint complete`` (on disk), ``checkpoint late`` (it may still complete), ``checkpoint failed``
 #: (it never will), each with its step and the reason.
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -66,6 +70,7 @@ class CheckpointCollector:
         on_event: OnEvent | None = None,
         model: Path | None = None,
         clock: CheckpointClock | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """
         Args:
@@ -75,6 +80,7 @@ class CheckpointCollector:
             members: the workers that are present now, for runs that continue after losses; asked again after each loss.
             model: the folder in which the run's newest model is left.
             clock: says when a checkpoint is due, if that goes by time.
+            journal: keeps which parts are on disk. If it holds some, this collector goes on where another one was ended.
 
         Raises `CheckpointError` if ``resume`` was written by a run of another shape."""
         if resume is not None:
@@ -93,6 +99,9 @@ class CheckpointCollector:
         self._look = asyncio.Event()  # a worker was lost, or there is another deadline
         self._model, self._clock = ModelFile(endpoint, model, self._model_failed), clock
         self._tasks: asyncio.TaskGroup | None = None
+        self._journal, self._newest = journal, -1  # the newest step whose checkpoint is complete
+        if journal is not None:
+            self._go_on(journal.ledger)
         self._subscription = endpoint.subscribe(SAVE)
         endpoint.serve(WRITTEN, self._on_written)
         endpoint.serve(COMMITTED, self._on_committed)
@@ -112,6 +121,7 @@ class CheckpointCollector:
         members: Callable[[], Collection[PeerId]] | None = None,
         on_event: OnEvent | None = None,
         model: Path | None = None,
+        journal: Journal | None = None,
     ) -> CheckpointCollector:
         """The collector of a run. ``resume``: a checkpoint's folder, or a folder that holds checkpoints or runs. ``model``: the
         folder in which the run's newest model is left."""
@@ -131,8 +141,42 @@ class CheckpointCollector:
             members=members,
             on_event=on_event,
             model=model,
-            clock=CheckpointClock.of(endpoint, topology, placement),
+            clock=CheckpointClock.of(endpoint, topology, placement, journal),
+            journal=journal,
         )
+
+    def _go_on(self, ledger: Mapping[str, Any]) -> None:
+        """Take up what another collector had begun."""
+        self._newest, given_up = ledger.get(KEPT, [-1, []])
+        self._given_up.update(given_up)
+        steps: dict[int, dict[str, WrittenPart]] = {}
+        for name, value in ledger.items():
+            if name.startswith(NOTHING_HERE):
+                self._nothing[name.removeprefix(NOTHING_HERE)] = value
+            elif name.startswith(PART):
+                number, _, part = name.removeprefix(PART).partition("/")
+                steps.setdefault(int(number), {})[part] = WrittenPart.from_value(value)
+        for step, parts in steps.items():
+            assert self._checkpoints is not None
+            self._incoming[step] = IncomingCheckpoint(self._checkpoints, step, self._shape, self._now(), parts)
+            for part in parts:
+                self._end((WRITTEN, step, part))
+
+    def begin_again(self) -> None:
+        """Once the workers wait for no common step any more that another process had begun to agree on: continue the clock."""
+        if self._clock is not None and self._journal is not None and self._journal.ledger.get(BEGUN):
+            self._clock.begin()
+
+    def _keep_in_journal(self, changes: Mapping[str, Value]) -> None:
+        if self._journal is not None:
+            self._journal.write(changes, durable=True)
+
+    def _forget_parts(self, step: int) -> None:
+        """The checkpoint of ``step`` is complete, or never will be."""
+        if self._journal is not None:
+            parts = [name for name in self._journal.ledger if name.startswith(f"{PART}{step}/")]
+            given_up: Value = [*sorted(self._given_up)[-MOST_INCOMPLETE:]]
+            self._keep_in_journal({**dict.fromkeys(parts), KEPT: [self._newest, given_up]})
 
     @property
     def first_step(self) -> int:
@@ -144,6 +188,7 @@ class CheckpointCollector:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._watch(), name="watch incomplete checkpoints")
+                self._look.set()
                 self._tasks.create_task(self._model.run(), name="keep the model")
                 if self._clock is not None:
                     self._tasks.create_task(self._clock.run(self._complete), name="time for a checkpoint")
@@ -153,7 +198,8 @@ class CheckpointCollector:
         finally:
             self._tasks = None
             self._subscription.close()
-            for incoming in list(self._incoming.values()):
+            taken_over = self._journal is not None and self._journal.superseded  # then another collector goes on with the files
+            for incoming in () if taken_over else list(self._incoming.values()):
                 self._give_up(incoming, "the run ended before it was complete")
             for future in self._ended.values():
                 if not future.done():
@@ -165,7 +211,7 @@ class CheckpointCollector:
                 pass
             case _:
                 return  # from another run; nothing waits for it
-        if step in self._given_up:
+        if step in self._given_up or step <= self._newest:
             self._end((WRITTEN, step, name))
             return
         try:
@@ -179,6 +225,8 @@ class CheckpointCollector:
             written = await asyncio.to_thread(incoming.take, peer, name, payload)
             self._give_up_second()
             if written:
+                if incoming.newest is not None:
+                    self._keep_in_journal({f"{PART}{step}/{name}": incoming.newest.to_value()})
                 await self._commit_if_complete(step)
                 # The last part is acknowledged only now: its worker, and with it the run, stays until the checkpoint is complete.
                 self._end((WRITTEN, step, name))
@@ -221,6 +269,7 @@ class CheckpointCollector:
             incoming.discard()
             for name in incoming.names:
                 self._end((WRITTEN, step, name))
+        self._forget_parts(step)
         self._end((COMMITTED, step), error)
         self._on_event("checkpoint failed", {"step": step, "reason": str(error)})
 
@@ -250,6 +299,7 @@ class CheckpointCollector:
             return
         folder = await asyncio.to_thread(incoming.commit, self._nothing, there)
         del self._incoming[step]
+        self._newest = max(step, self._newest)
         # Every role sends its parts in order, so no more parts of older checkpoints will arrive.
         for older in [each for each in self._incoming.values() if each.step < step]:
             self._give_up(older, f"checkpoint {step}, a later one, is already complete")
@@ -257,6 +307,7 @@ class CheckpointCollector:
         await asyncio.to_thread(prune, self._checkpoints, self._keep)
         self._end((COMMITTED, step))
         self._on_event("checkpoint complete", {"step": step, "seconds": self._now() - incoming.began_s, "folder": str(folder)})
+        self._forget_parts(step)
 
     async def _publish(self, step: int, folder: Path) -> None:
         """Make the complete checkpoint's model the run's. The checkpoint exists, even if this fails."""
@@ -294,12 +345,15 @@ class CheckpointCollector:
         return None
 
     async def _on_committed(self, caller: PeerId, step: int) -> Value:
+        if step <= self._newest or step in self._given_up:
+            self._end((COMMITTED, step))  # another collector had told only some
         await asyncio.shield(self._future((COMMITTED, step)))
         return step not in self._given_up
 
     async def _on_nothing(self, caller: PeerId, name: str, sidecar: Value) -> Value:
         if name in self._expected and isinstance(sidecar, dict):
             self._nothing[name] = sidecar
+            self._keep_in_journal({f"{NOTHING_HERE}{name}": sidecar})
             self._look.set()
         return None
 
@@ -307,6 +361,7 @@ class CheckpointCollector:
         given: Checkpoint | Weights | None = self._resume
         if self._clock is not None:
             self._clock.begin()
+            self._keep_in_journal({BEGUN: True})
         if given is None and name == MODEL:
             given = self._weights
         if given is None:

@@ -102,13 +102,15 @@ class PartWriter:
 class CheckpointWriter:
     """One checkpoint while it is being written."""
 
-    def __init__(self, checkpoints: Path, step: int, shape: RunShape) -> None:
+    def __init__(self, checkpoints: Path, step: int, shape: RunShape, files: Mapping[str, tuple[int, int]] | None = None) -> None:
+        """``files``: those that another process has left on disk for this checkpoint, which goes on; ``None``: it begins."""
         self._final = checkpoints / f"step-{step:08d}"
         self._partial = checkpoints / f".step-{step:08d}.partial"
         self._step, self._shape = step, shape
-        self._files: dict[str, tuple[int, int]] = {}
-        shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
+        self._files: dict[str, tuple[int, int]] = dict(files or {})
+        if files is None:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True, exist_ok=True)
 
     def part(self, name: str, listed: Listed, sidecar: Mapping[str, Any]) -> PartWriter:
         return PartWriter(self._partial, name, listed, sidecar)

@@ -7,6 +7,7 @@ worker sends, with its parts, the list of workers it knows of, and a worker that
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,41 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.checkpoint_part import MEMBERS, unpack_manifest
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.train.checkpoint.folder import CheckpointWriter, PartWriter, RunShape
-from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.payload import Payload, Value
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """A part that is on disk."""
+
+    sender: PeerId
+    files: Mapping[str, tuple[int, int]]
+    """Size and CRC of each file."""
+    members: tuple[int, ...] | None
+    """The workers that the senders so far agree on; ``None``: all."""
+
+    def to_value(self) -> Value:
+        files: Value = {name: list(each) for name, each in self.files.items()}
+        return [self.sender, files, None if self.members is None else list(self.members)]
+
+    @classmethod
+    def from_value(cls, value: Any) -> WrittenPart:
+        sender, files, members = value
+        return cls(sender, {name: (size, crc) for name, (size, crc) in files.items()}, None if members is None else tuple(members))
 
 
 class IncomingCheckpoint:
     """One checkpoint until it is committed or abandoned."""
 
-    def __init__(self, checkpoints: Path, step: int, shape: RunShape, began_s: float) -> None:
-        self._writer = CheckpointWriter(checkpoints, step, shape)
+    def __init__(
+        self, checkpoints: Path, step: int, shape: RunShape, began_s: float, parts: Mapping[str, WrittenPart] | None = None
+    ) -> None:
+        """``parts``: those that another process has left on disk; it goes on from there."""
+        files = None if parts is None else {name: each for part in parts.values() for name, each in part.files.items()}
+        self._writer = CheckpointWriter(checkpoints, step, shape, files)
         self.step, self.began_s = step, began_s
+        self.newest: WrittenPart | None = None
+        """The part that was written last."""
         self.overdue = False
         """Whether an event has said that it takes too long."""
         self._shape = shape
@@ -30,6 +57,11 @@ class IncomingCheckpoint:
         self._members: frozenset[int] | None = None
         self._written: dict[str, PeerId] = {}
         self._all = shape.parts()
+        self._left = frozenset(parts or ())  # parts of which more messages may arrive, from senders that had no answer
+        for name, part in (parts or {}).items():
+            self._written[name] = part.sender
+            if part.members is not None:
+                self._hear_of_members({MEMBERS: list(part.members)})
 
     @property
     def names(self) -> Collection[str]:
@@ -39,6 +71,8 @@ class IncomingCheckpoint:
     def take(self, sender: PeerId, name: str, payload: Payload) -> bool:
         """Take the next message of a part. Returns whether the part is on disk now. Raises `CheckpointError` and `OSError`."""
         if name in self._written:
+            if name in self._left:
+                return False
             if self._written[name] == sender:
                 raise CheckpointError(f"part {name} of checkpoint {self.step} arrived twice")
             return False  # a second worker sent it, in the belief that the first one is gone
@@ -55,9 +89,11 @@ class IncomingCheckpoint:
             part.write(payload.frames(), payload.dtype, payload.numel)
         if not part.complete:
             return False
-        self._writer.add(part.close())
+        files = part.close()
+        self._writer.add(files)
         del self._parts[name]
         self._written[name] = sender
+        self.newest = WrittenPart(sender, files, None if self._members is None else tuple(sorted(self._members)))
         return True
 
     def missing(self, nothing: Collection[str], there: Callable[[int], bool]) -> list[str]:

@@ -101,6 +101,8 @@ class SmallMemory:
     def __init__(self, profile: Profile, rank: int, factor: int, *, whole: bool = True) -> None:
         """``factor``: see `gradient_factor`. ``whole``: whether parameters are whole numbers."""
         self._rank, self._factor, self._whole = rank, factor, whole
+        self.place: Callable[[int], tuple[int, int]] = lambda step: (rank, step)
+        """The rank and the step whose gradient this worker computes at a step."""
         self._layers = {layer.name: (index, small_numel(layer.numel)) for index, layer in enumerate(profile.layers)}
 
     def payload(self, plan: BucketPlan, *, parameters: bool) -> TensorPayload:
@@ -111,10 +113,11 @@ class SmallMemory:
 
     def backward(self, bucket: Bucket, step: int, *, add: bool = False) -> None:
         gradients = numbers_of(bucket.gradients)
+        rank, of = self.place(step)
         for name, part in self._parts(bucket):
             index, numel = self._layers[name]
             before = gradients[part] if add else 0.0
-            gradients[part] = before + self._factor * gradient(self._rank, step, index, numel)
+            gradients[part] = before + self._factor * gradient(rank, of, index, numel)
 
     def update(self, bucket: Bucket, gradients: Payload) -> None:
         parameters = numbers_of(bucket.parameters)

@@ -1,0 +1,105 @@
+"""``python -m benchmarks backend``: all-reduce between two machines behind NICs of 1 and 10 Gbit/s, beside gloo. For root.
+
+The machines are network namespaces of this one, with process numbers of their own, so that their ranks share no memory. The zmq
+backend, encrypted as by default and in plain text, and gloo take turns in the same processes. A rank is this module, started with
+torchrun's variables; rank 0 prints its seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.case import Case, case_of
+from zmqtrain.errors import ZmqTrainError
+from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
+
+ROOT = Path(__file__).parents[1]
+#: Payload bytes a second of the NICs, by their names.
+NICS = {"1 Gbit/s": 125e6, "10 Gbit/s": 1250e6}
+#: Of a bucket of DistributedDataParallel.
+NBYTES = 25 * 1024 * 1024
+RANKS = 2
+ROUNDS, LEFT_OUT = 9, 3
+PATIENCE_S = 300.0
+
+
+def bench_backend() -> Iterator[Case]:
+    """The cases of both speeds."""
+    for name, rate in NICS.items():
+        try:
+            encrypted, plain = (_ranks(rate, encryption) for encryption in ("required", "disabled"))
+        except NoNamespacesError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            return
+        for said, seconds in (("encrypted", encrypted), ("plain", plain)):
+            text = f"all-reduce of 25 MiB between two machines, {name}, {said}"
+            yield case_of("backend", text, 1e3 * seconds["zmq"], "ms", "gloo", 1e3 * seconds["gloo"], "peer/value")
+        # Each rank sends one tensor's bytes, and receives as many.
+        yield case_of("backend", f"link use, {name}, plain", 100 * NBYTES / plain["zmq"] / rate, "%")
+
+
+def _ranks(rate: float, encryption: str) -> dict[str, float]:
+    """Median seconds of each backend."""
+    names = [f"m{number}" for number in range(RANKS)]
+    hosts = Namespaces(dict.fromkeys(names, rate))
+    ranks: list[subprocess.Popen[str]] = []
+    try:
+        asyncio.run(hosts.open())
+        for number, name in enumerate(names):
+            variables = {
+                **{"RANK": str(number), "WORLD_SIZE": str(RANKS), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"},
+                **{"MASTER_ADDR": hosts.address_of(names[0]), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT)},
+                "ZMQTRAIN_TRANSPORT_ENCRYPTION": encryption,
+            }
+            apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+            words = ["env", *(f"{key}={value}" for key, value in variables.items()), sys.executable, "-m", "benchmarks.backend"]
+            command = hosts.command(name, (*apart, *words))
+            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        asyncio.run(hosts.close())
+    if any(rank.returncode for rank in ranks):
+        raise ZmqTrainError(f"a rank failed:\n{next(err for _, err in said if err)[-2000:]}")
+    found: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """One rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("zmq")
+    groups = {"zmq": None, "gloo": dist.new_group(backend="gloo")}
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors = {name: torch.empty(NBYTES // 4) for name in groups}
+    seconds: dict[str, list[float]] = {name: [] for name in groups}
+    for _ in range(ROUNDS):
+        for name, group in groups.items():
+            tensors[name].fill_(rank + 1.0)
+            dist.barrier(groups["gloo"])
+            began = time.perf_counter()
+            dist.all_reduce(tensors[name], group=group)
+            seconds[name].append(time.perf_counter() - began)
+            if not bool((tensors[name] == size * (size + 1) / 2).all()):
+                raise ZmqTrainError(f"{name} sums wrongly")
+    if rank == 0:
+        print(json.dumps({name: statistics.median(taken[LEFT_OUT:]) for name, taken in seconds.items()}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    main()

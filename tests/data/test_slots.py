@@ -1,0 +1,104 @@
+"""Who trains which batches when workers are lost and others come: tables, and random histories against a plain account."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from zmqtrain.data.slots import Life, Slot, SlotPlan
+
+A, B, C = ("worker/0", 1), ("worker/1", 2), ("worker/2", 3)
+
+
+def numbers(plan: SlotPlan, step: int, *lives: Life) -> list[int | None]:
+    return [None if (slot := plan.slot(step, life)) is None else slot.number for life in lives]
+
+
+def test_without_a_loss_each_group_takes_its_own_batch_of_each_step() -> None:
+    plan = SlotPlan([A, B, C])
+    assert [numbers(plan, step, A, B, C) for step in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    assert plan.slot(1, B) == Slot(4)
+    assert Slot(4).place(3) == (1, 1)
+
+
+def test_what_a_lost_worker_has_left_comes_first() -> None:
+    plan = SlotPlan([A, B, C])
+    plan.change(4, [A, C], {B: (2, 2)})  # it has trained steps 0 and 1; the others have begun step 3
+    assert plan.eras[-1].left == (Slot(7), Slot(10))
+    assert [numbers(plan, step, A, B, C) for step in (3, 4, 5)] == [[9, 10, 11], [7, None, 10], [12, None, 13]]
+
+
+def test_a_torn_batch_names_all_who_have_begun_it() -> None:
+    plan = SlotPlan([A, B, C])
+    plan.change(4, [A, C], {B: (2, 3)})
+    assert plan.slot(4, A) == Slot(7, ((2, 2),))
+    plan.change(5, [C], {A: (4, 5)})
+    assert plan.slot(5, C) == Slot(7, ((2, 2), (1, 4)))
+
+
+def test_a_change_before_any_step_of_the_last_one_replaces_it() -> None:
+    plan = SlotPlan([A, B, C])
+    plan.change(4, [A, C], {B: (3, 3)})
+    plan.change(4, [A], {B: (3, 3), C: (4, 4)})
+    assert [numbers(plan, step, A) for step in (4, 5, 6)] == [[10], [12], [13]]
+    assert [era.since for era in plan.eras] == [0, 4]
+
+
+@pytest.mark.parametrize(("total", "end", "last"), [(12, 5, [11, None]), (13, 5, [11, 12]), (9, 3, [None, None])])
+def test_training_ends_when_no_slot_is_left(total: int, end: int, last: list[int | None]) -> None:
+    plan = SlotPlan([A, B, C])
+    plan.total = total
+    assert plan.end == -(-total // 3)
+    plan.change(3, [A, C], {B: (3, 3)})
+    assert plan.end == end
+    assert numbers(plan, 4, A, C) == last
+
+
+def test_after_the_last_step_only_torn_batches_are_trained() -> None:
+    plan = SlotPlan([A, B, C])
+    plan.steps = 4
+    assert plan.end == 4
+    plan.change(4, [A, C], {B: (2, 3)})
+    assert plan.end == 5
+    assert [numbers(plan, step, A, C) for step in (4, 5)] == [[7, None], [None, None]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_slot_is_trained_once_whatever_happens(seed: int) -> None:
+    """Workers at steps of their own, some lost in the middle of one, others in their place: all that ends is trained once."""
+    draw, groups, total = random.Random(seed), 4, 60
+    plan = SlotPlan([(f"worker/{rank}", rank) for rank in range(groups)])
+    plan.total = total
+    at = dict.fromkeys(plan.eras[0].members, 0)
+    trained: list[int] = []
+    progress: dict[Life, tuple[int, int]] = {}
+    fresh = groups
+
+    def train(life: Life) -> bool:
+        slot = plan.slot(at[life], life)
+        if slot is None and plan.eras[-1].since > at[life]:
+            at[life] = plan.eras[-1].since
+            slot = plan.slot(at[life], life)
+        if slot is None:
+            return False
+        trained.append(slot.number)
+        at[life] += 1
+        return True
+
+    for _ in range(6):
+        for _ in range(draw.randrange(20)):
+            train(draw.choice(list(at)))
+        lost = draw.sample(list(at), draw.randrange(len(at)))
+        for life in lost:
+            done = at.pop(life)
+            torn = plan.slot(done, life) is not None and draw.random() < 0.5
+            progress[life] = (done, done + torn)
+        came = [(peer, (fresh := fresh + 1)) for peer, _ in lost if draw.random() < 0.5]
+        since = max([0, plan.eras[-1].since, *at.values(), *(high for _, high in progress.values())])
+        members = sorted([*at, *came])
+        plan.change(since, members, progress)
+        at |= dict.fromkeys(came, since)
+    while [life for life in list(at) if train(life)]:
+        pass
+    assert sorted(trained) == list(range(total))

@@ -1,0 +1,129 @@
+"""Which batch each worker takes at each step, if workers may be lost and others may take their place. Pure.
+
+The data is an endless sequence of *slots*: slot ``step * groups + group`` is the batch that this group takes at this step as long
+as nobody is lost. When the members change, a new *era* begins at a step that all of them know. From there on the members take
+turns, each step the next slots: first those that lost workers have left (what they have begun comes before the rest), then new
+ones. So each slot is trained once, whoever was lost, and an epoch has all its samples::
+
+    era 0: 3 members    step 0: 0 1 2    step 1: 3 4 -        the last one is lost in step 1
+    era 1: 2 members    step 2: 5 6      step 3: 7 8    ...
+
+A *life* is one process under a worker's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from zmqtrain.net.endpoint import PeerId
+
+#: A worker's name, and the number that tells its processes apart (`zmqtrain.membership.view.Member.incarnation`).
+Life: TypeAlias = tuple[PeerId, int]
+#: How far a lost life has got: every gradient before the first step counts everywhere, and none from the second step on counts
+#: anywhere. They differ by at most one.
+Progress: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One batch."""
+
+    number: int
+    torn: tuple[tuple[int, int], ...] = ()
+    """The lives (by incarnation) that were lost while they trained it, each with its step: their gradient may already count for
+    some parameters, and counts for each only once."""
+
+    def place(self, groups: int) -> tuple[int, int]:
+        """The step and the group to which it belongs as long as nobody is lost."""
+        return divmod(self.number, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Era:
+    """The steps between two changes of the members."""
+
+    since: int
+    """Its first step."""
+    members: tuple[Life, ...]
+    """In the order in which they take turns."""
+    first: int
+    """The first slot that nobody has taken before, except for those that are ``left``."""
+    left: tuple[Slot, ...] = ()
+    """Slots that others have left; they come first."""
+
+    def slot(self, step: int, place: int) -> Slot:
+        """The slot of the member at this place."""
+        turn = (step - self.since) * len(self.members) + place
+        return self.left[turn] if turn < len(self.left) else Slot(self.first + turn - len(self.left))
+
+    def rest(self, step: int) -> tuple[tuple[Slot, ...], int]:
+        """What is ``left`` when ``step`` begins, and the ``first`` slot after that."""
+        turns = (step - self.since) * len(self.members)
+        return self.left[turns:], self.first + max(0, turns - len(self.left))
+
+
+class SlotPlan:
+    """The eras of a run. Every worker has the same plan, or the part of it since it has joined."""
+
+    def __init__(self, members: Sequence[Life], *, since: int = 0, first: int | None = None, left: Sequence[Slot] = ()) -> None:
+        """``members``: those that the run begins with, one of each group. ``since``, ``first`` and ``left``: where a resumed run
+        goes on."""
+        begin = since * len(members) if first is None else first
+        self.eras = [Era(since, tuple(members), begin, tuple(left))]
+        self.total: int | None = None
+        """The number of slots after which training ends, if that is known."""
+        self.steps: int | None = None
+        """The number of steps after which training ends, if that is known. Only what has been torn is still trained after them, so
+        that each batch counts for all parameters or for none."""
+
+    def at(self, step: int) -> Era:
+        """The era of ``step``."""
+        return next((era for era in reversed(self.eras) if era.since <= step), self.eras[0])
+
+    def slot(self, step: int, life: Life) -> Slot | None:
+        """What this life trains at ``step``; ``None`` if it has no part in the step, or there is no slot for it any more."""
+        slot = self.turn(step, life)
+        if slot is None or (self.total is not None and slot.number >= self.total):
+            return None
+        return None if self.steps is not None and step >= self.steps and not slot.torn else slot
+
+    def turn(self, step: int, life: Life) -> Slot | None:
+        """As `slot`, but as if training went on for ever."""
+        era = self.at(step)
+        return era.slot(step, era.members.index(life)) if life in era.members else None
+
+    def change(self, since: int, members: Sequence[Life], progress: Mapping[Life, Progress]) -> None:
+        """These are the members from ``since`` on, which is not before the last change. ``progress``: of all that are gone; one
+        that is missing has done nothing since the last change."""
+        before = self.eras[-1]
+        left, first = before.rest(since)
+        for life in before.members:
+            if life not in members:
+                low, high = progress.get(life, (before.since, before.since))
+                left += tuple(self._left_by(life, low, high, since))
+        era = Era(since, tuple(members), first, tuple(sorted(left, key=lambda slot: (not slot.torn, slot.number))))
+        if before.since == since:  # no step of it has begun
+            self.eras.pop()
+        self.eras.append(era)
+
+    def _left_by(self, life: Life, low: int, high: int, since: int) -> Sequence[Slot]:
+        left = []
+        for step in range(low, since):
+            slot = self.turn(step, life)
+            if slot is not None:
+                left.append(Slot(slot.number, (*slot.torn, (life[1], step))) if step < high else slot)
+        return left
+
+    @property
+    def end(self) -> int | None:
+        """The step before which training ends, as far as is known now; ``None`` if nothing ends it."""
+        era = self.eras[-1]
+        if self.steps is not None:
+            torn = sum(bool(slot.torn) for slot in era.left)
+            return max(self.steps, era.since + -(-torn // len(era.members)))
+        if self.total is None:
+            return None
+        slots = sum(slot.number < self.total for slot in era.left) + max(0, self.total - era.first)
+        return era.since + -(-slots // len(era.members))

@@ -1,0 +1,120 @@
+"""Changes of the members, with model servers: all workers tell all servers who takes part from a step on, and learn how far those
+have got that were lost.
+
+::
+
+    all members agree on a step -> "members": servers go on without the others, and say how far these have got
+                                -> "change": from this step on (not before any of them) servers expect the members
+
+Both requests come from every member, and count once. So whichever of them is lost in between, the others finish the change; and no
+step of the new members begins before all servers know them. What a lost worker has got done is final with the answer to "members":
+what arrives later is dropped. A worker that comes late learns of all changes before it from the servers, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from zmqtrain.data.slots import Life, Progress, Slot, SlotPlan
+from zmqtrain.errors import ProtocolError
+from zmqtrain.events import Recorder
+from zmqtrain.exchange.members import Members
+from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.waiting import together
+from zmqtrain.wire.payload import Value
+
+MEMBERS, CHANGE, HISTORY = "members", "change", "history"
+
+
+class ServerChanges:
+    """One worker's side. Make it before the first step."""
+
+    def __init__(
+        self, endpoint: Endpoint, servers: Sequence[PeerId], members: Members, *, timeout_s: float, recorder: Recorder
+    ) -> None:
+        self._endpoint, self._servers, self._members = endpoint, servers, members
+        self._timeout_s, self._recorder = timeout_s, recorder
+        self._late = members.late
+        if not members.late:
+            members.begin_slots()
+        members.before_change(self._prepare)
+
+    async def _prepare(self, step: int, living: Mapping[PeerId, int]) -> int:
+        lives = list(living.items())
+        told: list[Value] = [[peer, incarnation] for peer, incarnation in lives]
+        answers = [_Members.of(answer) for answer in await self._ask(MEMBERS, told)]
+        progress = merged(each.progress for each in answers)
+        since = max(step, *(each.floor for each in answers))
+        await self._ask(CHANGE, since, told)
+        if self._late:
+            self._late = False
+            self._members.slots = plan_of(await self._request(self._servers[0], HISTORY), progress)
+        elif (plan := self._members.slots) is not None:
+            plan.change(since, lives, progress)
+        plan = self._members.slots
+        assert plan is not None
+        self._recorder.audit("era", since=since, members=lives, left=[slot.number for slot in plan.eras[-1].left])
+        return since
+
+    async def _ask(self, method: str, *values: Value) -> list[Value]:
+        answers: dict[PeerId, Value] = {}
+
+        async def ask(server: PeerId) -> None:
+            answers[server] = await self._request(server, method, *values)
+
+        await together(*map(ask, self._servers))
+        return [answers[server] for server in self._servers]
+
+    async def _request(self, server: PeerId, method: str, *values: Value) -> Value:
+        # Servers answer once they have begun, and when what they are computing is done.
+        return (await self._endpoint.request(server, method, *values, timeout=self._timeout_s)).meta
+
+
+class _Members:
+    """A server's answer to "members"."""
+
+    __slots__ = ("floor", "progress")
+
+    def __init__(self, floor: int, progress: Mapping[Life, Progress]) -> None:
+        self.floor, self.progress = floor, progress
+
+    @classmethod
+    def of(cls, value: Value) -> _Members:
+        try:
+            floor, rows = cast(Any, value)
+            return cls(int(floor), {(str(peer), int(life)): (int(low), int(high)) for peer, life, low, high in rows})
+        except (TypeError, ValueError):
+            raise ProtocolError(f"a model server answered a change of the members with {value!r:.60}") from None
+
+
+def merged(parts: Iterable[Mapping[Life, Progress]]) -> dict[Life, Progress]:
+    """How far lives have got over all servers."""
+    found: dict[Life, Progress] = {}
+    for part in parts:
+        for life, (low, high) in part.items():
+            before = found.get(life, (low, high))
+            found[life] = (min(low, before[0]), max(high, before[1]))
+    return found
+
+
+def base_value(plan: SlotPlan) -> Value:
+    """What a run begins with, for servers to hand out: `plan_of` reads it."""
+    era = plan.eras[0]
+    members: list[Value] = [[peer, incarnation] for peer, incarnation in era.members]
+    left: list[Value] = [slot.number for slot in era.left]
+    return [era.since, members, era.first, left]
+
+
+def plan_of(history: Value, progress: Mapping[Life, Progress]) -> SlotPlan:
+    """The plan that follows from what a server knows: the beginning, and all changes since. Raises `ProtocolError`."""
+    try:
+        (since, members, first, left), changes = cast(Any, history)
+        plan = SlotPlan(
+            [(str(p), int(i)) for p, i in members], since=int(since), first=int(first), left=[Slot(int(n)) for n in left]
+        )
+        for step, lives in changes:
+            plan.change(int(step), [(str(peer), int(incarnation)) for peer, incarnation in lives], progress)
+    except (TypeError, ValueError):
+        raise ProtocolError(f"a model server told of earlier changes of the members with {history!r:.60}") from None
+    return plan
