@@ -32,7 +32,7 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 from zmqtrain.wire.payload import Value
 
-DRAWS = int(os.environ.get("ZMQTRAIN_DRAWS", "4"))
+DRAWS = int(os.environ.get("ZMQTRAIN_DRAWS", "3"))
 
 
 class Records:
