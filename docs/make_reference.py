@@ -230,6 +230,11 @@ MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "What an engine of your own provides ([how](../engines.md#an-engine-of-your-own)).",
         ("Engine", "Handle", "RemoteEngine", "EngineRun"),
     ),
+    "zmqtrain.observe": ("What a run has recorded, for programs ([how](../events.md)).", ()),
+    "zmqtrain.observe.sinks.base": (
+        "What a sink of your own provides ([how](../observe.md#a-sink-of-your-own)).",
+        ("Sink", "QuietSink", "RunFacts", "Figures"),
+    ),
     "zmqtrain.errors": ("Every error that zmqtrain raises on purpose.", ()),
     "zmqtrain.c10d.errors": ("Those of the `zmq` backend, which are errors of torch.distributed, too.", ()),
 }
@@ -335,6 +340,7 @@ EVENTS: Mapping[str, tuple[str, str]] = {
         "`epoch`, `loss` (mean of its samples), `samples` (its own), `seconds`, `compute_s`, `exposed_s` (waited for the network), "
         "`data_s` (waited for the batch), `lr`, `staleness` and `staleness_max` (updates)",
     ),
+    "schema": ("The first line of the file", "`version` of the lines that follow, `reason`"),
     "slow": (
         "A worker is slow, or no longer ([who is slow](../events.md#who-is-slow))",
         "`what` (device, loader, link), `factor`, `since` (a time), `since_step`, `over`, `reason`",
