@@ -97,3 +97,32 @@ def test_a_job_without_a_target_is_asked_too() -> None:
     assert done.setting is not None
     assert done.setting != Setting(1, 0.9, 0.1)
     assert search.trials[-1][1].loss < 0.5
+
+
+@dataclass
+class Flattering(Dying):
+    """Nothing dies, but smaller steps look good in a short trial, and get nowhere after it."""
+
+    def run(self, trial: Trial) -> Outcome:
+        monitor = TrialMonitor(trial, 1, self.target, SPACE.smooth)
+        loss, wild, dead = self.state[trial.start]
+        pace = min(1.0, trial.setting.lr / (1 - trial.setting.momentum))
+        every = math.ceil(trial.updates / PARTS) if trial.kind == "train" else trial.updates
+        for update in range(1, trial.updates + 1):
+            loss *= math.exp(-0.01 * pace**2)
+            seems = 0.7 * loss if trial.phase == "ask" and pace < 1 else loss
+            values = {"loss": seems * (1 + 0.05 * (-1) ** update), "seconds": UPDATE_S}
+            monitor.observe({"kind": "step", "time": update * UPDATE_S, "step": update, "values": values}, 0)
+            if update % every == 0:
+                monitor.observe({"kind": "checkpoint", "step": update}, 0)
+            if monitor.stop is not None:
+                break
+        self.state[trial.number] = loss, wild, dead
+        return monitor.outcome()
+
+
+def test_steps_that_have_become_too_small_become_larger_again() -> None:
+    search, done = solve(SPACE, Flattering())
+    assert done.reached
+    reasons = [decision.reason for decision in search.decisions()]
+    assert any("is no worse" in reason for reason in reasons)

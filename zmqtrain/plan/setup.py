@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.batches import sample_batch
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
-from zmqtrain.train.task import build_model, load_task, user_code
+from zmqtrain.train.task import Task, build_model, load_task, user_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +149,41 @@ def link_source(topology: Topology) -> str:
 
 def model_of(topology: Topology, data: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
     """The task's model, and the inputs of a few samples. Raises `UsageError` if there is no task, `TaskError` if it fails."""
+    task = _task_of(topology, data)
+    model = _made(topology, task)
+    return model, _inputs(topology, task, model)
+
+
+def _task_of(topology: Topology, data: str | None) -> Task:
     job, data = topology.job, data_path_of(data, topology)
     if job.task is None:
         raise UsageError("there is no model to run: set [job] task")
-    task = load_task(job.task, job.args, data, folders=(".", *job.python_path))
-    torch.manual_seed(job.seed)
-    model = build_model(task)
+    return load_task(job.task, job.args, data, folders=(".", *job.python_path))
+
+
+def _made(topology: Topology, task: Task) -> nn.Module:
+    torch.manual_seed(topology.job.seed)
+    return build_model(task)
+
+
+def _inputs(topology: Topology, task: Task, model: nn.Module) -> tuple[Any, ...]:
     with user_code("reading samples of Task.train_data"):
-        batch = sample_batch(task.training(), SAMPLES, Finish(partial(batch_of, forward=task.forward)), job.seed)
-    return model, batch.arguments(model)
+        batch = sample_batch(task.training(), SAMPLES, Finish(partial(batch_of, forward=task.forward)), topology.job.seed)
+    return batch.arguments(model)
 
 
 def _traced(topology: Topology, data: str | None) -> tuple[LayerShape, ...]:
-    model, inputs = model_of(topology, data)
+    """The layers of the task's model, which is made without content, so that it may be larger than this machine's memory; or in the
+    ordinary way, if its code needs values."""
+    task = _task_of(topology, data)
     try:
-        return trace_layers(model, inputs)
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights that are loaded into it, which does nothing
+            empty = _made(topology, task)
+        return trace_layers(empty, _inputs(topology, task, empty), devices=("meta",))
+    except (TaskError, UsageError):
+        model = _made(topology, task)
+    try:
+        return trace_layers(model, _inputs(topology, task, model))
     except UsageError as error:
         raise TaskError(f"the model of {topology.job.task} cannot be traced: {error}") from error

@@ -43,17 +43,18 @@ class _Call:
     source: Source
 
 
-def trace_layers(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerShape, ...]:
+def trace_layers(model: nn.Module, inputs: Sequence[Any], *, devices: Sequence[str] = ("meta", "cpu")) -> tuple[LayerShape, ...]:
     """The model's layers in the order in which ``model(*inputs)`` calls them. ``inputs``: those of a batch, samples first.
 
     Names are those of `named_modules`. A layer that is called more than once is one layer, with the source of its first input. Of
     what is not a module (functions, sums of branches) only what meets there is seen: activations are counted as modules return
     them. Nothing is computed if the model can run on torch's
-    meta tensors; otherwise two samples run for real. Raises `UsageError` if the forward fails, or calls no layer with weights.
+    meta tensors; otherwise two samples run for real, if ``devices`` has ``cpu``. Raises `UsageError` if the forward fails, or calls
+    no layer with weights.
     """
     training = model.training
     try:
-        calls = _run(model, inputs, SAMPLES)
+        calls = _run(model, inputs, SAMPLES, devices)
     finally:
         model.train(training)
     found: dict[str, LayerShape] = {}
@@ -71,10 +72,10 @@ def trace_layers(model: nn.Module, inputs: Sequence[Any]) -> tuple[LayerShape, .
     return tuple(found.values())
 
 
-def _run(model: nn.Module, inputs: Sequence[Any], samples: int) -> list[_Call]:
+def _run(model: nn.Module, inputs: Sequence[Any], samples: int, devices: Sequence[str]) -> list[_Call]:
     first = [_map(one, lambda tensor: tensor[:samples]) for one in inputs]
     error: Exception | None = None
-    for device in ("meta", "cpu"):
+    for device in devices:
         # The very same parameters are put back afterwards.
         with _on(model, device), torch.no_grad():
             calls: list[_Call] = []

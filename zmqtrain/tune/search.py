@@ -89,6 +89,7 @@ class Search(Machine):
         self._lead = Runner(Setting(space.groups[0], self._total, max(space.rates)))  # the current training
         self._patience = 1.0  # the factor for the time until the next check of progress
         self._stood = False  # the last training made no progress
+        self._faster: list[Setting] = []  # those that were left for smaller steps
         self._glance_at = GLANCE * first_leg(space)  # updates of the leader
         super().__init__(space)
 
@@ -199,6 +200,8 @@ class Search(Machine):
             cost_s = trial.updates * self._update_s[trial.setting.groups]
             return self.search_s - begin_s + cost_s <= may_s and self._affords(trial)
 
+        if self._faster and (yield from self._larger(lead, self._faster.pop(), affords)):
+            return True
         lower = yield from self._lower(lead, affords, tenth=again)
         # A training that has learned much is closer to its end than the others; one that has learned little may be replaced.
         if lower is not None and (not far or lead.loss - lower.loss >= MUCH * (lead.loss - goal)):
@@ -224,8 +227,25 @@ class Search(Machine):
         runner.tell(trial, (yield trial))
         return None if runner.diverged or runner.loss + runner.noise >= lead.loss else runner
 
+    def _larger(self, lead: Runner, faster: Setting, affords: Callable[[Trial], bool]) -> Generator[Trial, Outcome, bool]:
+        """Whether to go back to steps that were left for smaller ones. Short trials favour smaller steps, so that a loss that is no
+        worse is enough."""
+        runner = Runner(faster)
+        reason = "whether steps have become too small"
+        trial = self._leg(faster, max(first_leg(self._space), lead.updates // 5), "ask", reason, self._start)
+        if not affords(trial):
+            return False
+        runner.tell(trial, (yield trial))
+        if runner.diverged or above(runner.here, lead.here):
+            return False
+        self._decide("setting", f"{faster} is no worse: {runner.loss:.4g} after {lead.loss:.4g}", **values_of(faster))
+        lead.tell(*self.trials[trial.number])
+        self._adopt(faster, trial.number, runner.spent_s)
+        return True
+
     def _smaller(self, lead: Runner, lower: Runner) -> bool:
         """Continue with smaller steps."""
+        self._faster.append(lead.setting)
         self._decide(
             "setting", f"{lower.setting} brings the loss from {lead.loss:.4g} to {lower.loss:.4g}", **values_of(lower.setting)
         )

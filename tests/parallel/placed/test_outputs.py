@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zmqtrain
 from tests.parallel.placed.training import Training, compare
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.plan import LayerPlan, Plan
 from zmqtrain.parallel.rehearsal import rehearse
+from zmqtrain.parallel.verify.verdict import Verified
+from zmqtrain.testing.threads import ThreadFabric, run_ranks
 
 
 def plan_of(**layers: str) -> Plan:
@@ -77,3 +80,34 @@ class Named(nn.Module):
 
 def test_modules_may_be_called_as_what_a_divided_model_has() -> None:
     compare(lambda: Named().double(), Training(X), "model", "2x1")
+
+
+class Words(nn.Module):
+    """Samples and time become one dimension of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.last = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(torch.tanh(self.words(x))).view(-1, 11)
+
+
+@pytest.mark.parametrize("grid", ["2x1", "1x3", "2x2"])
+@pytest.mark.parametrize("how", ["model", "batch"])
+def test_columns_get_their_part_of_outputs_of_samples_and_time(grid: str, how: str) -> None:
+    words = torch.arange(30).remainder(11).reshape(5, 6)
+    wanted = Grid.parse(grid)
+    model, plan = Words(), plan_of(words=f"{how} {wanted}", last=f"{how} {wanted}")
+
+    def run(fabric: ThreadFabric) -> Verified:
+        return zmqtrain.verify(
+            *(model, grid, plan),
+            fabric=fabric,
+            inputs=(words,),
+            target=words,
+            loss=lambda output, target: nn.functional.cross_entropy(output, target.view(-1)),
+        )
+
+    assert {each.samples for each in run_ranks(wanted.size, run)[0]} == {5}

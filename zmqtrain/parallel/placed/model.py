@@ -149,8 +149,7 @@ class ParallelModel(nn.Module):
         self.keeps_divided = False
         """Whether a forward in training returns a `Placed`, where the last layer has left its outputs divided over the rows."""
         self.gives_columns = False
-        """Whether outputs are always of the column's samples, on all its rows, also where the last layer is batch-parallel, or has
-        made samples and time one dimension."""
+        """Whether outputs are always of the column's samples, on all its rows, also where the last layer is batch-parallel."""
         self._runs: Callable[..., Any] = model.__call__
         # What the model calls its own may be called as something here is: `grid`, `batch`, `samples`.
         self._modules.update(model._modules)  # named_children() leaves second names out
@@ -273,7 +272,7 @@ class ParallelModel(nn.Module):
             if there.sample_dimension is None:
                 if value.dim() and value.shape[0] == self.batch.size:
                     found.add(columns)
-            elif self.gives_columns or there.sample_unit != 1 or (there.grid != self.grid and self.grid.columns > 1):
+            elif self.gives_columns or (there.grid != self.grid and self.grid.columns > 1):
                 found.add(columns)
             else:
                 found.add(laid(there.grid, there.samples))
@@ -331,7 +330,7 @@ class ParallelModel(nn.Module):
         if there.sample_dimension is None and value.dim() and value.shape[0] == self.batch.size:
             return to_local(value, laid(self.grid), world, layer="output")
         unit = there.sample_unit
-        if there.sample_dimension is None or (unit != 1 and not self.gives_columns):
+        if there.sample_dimension is None:
             whole = world.whole_of(self.grid)
             columns = laid(self.grid, sample_dimension=None, summands="row")  # each column's loss has its own part in it
             return to_local(value, whole, world, gradient=columns, layer="output")
