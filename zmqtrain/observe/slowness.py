@@ -2,7 +2,8 @@
 
 Each worker's clocks are kept apart: what a step computes (``compute_s``), what it waits for its batch (``data_s``), and how fast
 what others and it send to each other gets through. Waits for other workers say nothing, since all wait for the slowest one. A
-worker is compared with the median of the others, over `WINDOW` steps, and is named when `TIMES` windows in a row agree.
+worker is compared with the median of the others, over `WINDOW` steps, and is named when `TIMES` windows in a row agree. Times may
+vary much from step to step: three quarters of its steps must take longer than three quarters of the others'.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ WINDOW, LEFT_OUT = 20, 5
 STRIDE, TIMES = 10, 3
 #: A worker is slow if what it does takes so many times as long as the others', and slow no longer below the second factor.
 SLOW, FAST_AGAIN = 1.5, 1.25
-#: And three quarters of its steps take so many times as long as the others' median: times may vary a lot from step to step.
-CLEARLY = 1.2
 #: The same of links, whose speeds vary more.
 SLOW_LINK, FAST_LINK = 2.0, 1.5
 #: A link is slow in both directions: by so much in each, and by `SLOW_LINK` on average.
@@ -80,12 +79,18 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Medians:
-    """Of a worker's window. ``sample_s``: computing a sample; 0 if its samples are not counted."""
+    """Of a worker's window. ``sample_s``: computing a sample; 0 if its samples are not counted. ``high_``: what three quarters of
+    the steps stay below."""
 
     compute_s: float
     sample_s: float
     data_s: float
     seconds: float
+    high_compute_s: float
+    high_data_s: float
+
+
+_COLUMNS = ("compute_s", "sample_s", "data_s", "seconds", "high_compute_s", "high_data_s")
 
 
 @dataclass(slots=True)
@@ -147,10 +152,14 @@ class Slowness:
         worker.steps.append(_Step(time, step, compute_s, compute_s / samples if samples else 0.0, data_s, seconds))
         if len(worker.steps) < WINDOW or worker.seen % STRIDE:
             return []
-        columns = ("compute_s", "sample_s", "data_s", "seconds")
-        worker.medians = _Medians(*(statistics.median(getattr(each, name) for each in worker.steps) for name in columns))
-        low_compute, low_data = (
-            sorted(getattr(each, name) for each in worker.steps)[WINDOW // 4] for name in ("compute_s", "data_s")
+        computes, datas = (sorted(getattr(each, name) for each in worker.steps) for name in ("compute_s", "data_s"))
+        worker.medians = _Medians(
+            statistics.median(computes),
+            statistics.median(each.sample_s for each in worker.steps),
+            statistics.median(datas),
+            statistics.median(each.seconds for each in worker.steps),
+            computes[-WINDOW // 4],
+            datas[-WINDOW // 4],
         )
         others = self._others(peer)
         if others is None:
@@ -159,10 +168,10 @@ class Slowness:
         device = _times(mine.compute_s, others.compute_s)
         if mine.sample_s and others.sample_s:  # parts of a batch may be uneven: neither more samples nor a few are slow
             device = min(device, _times(mine.sample_s, others.sample_s))
-        if mine.compute_s - others.compute_s < matters or low_compute < CLEARLY * others.compute_s:
+        if mine.compute_s - others.compute_s < matters or computes[WINDOW // 4] < others.high_compute_s:
             device = 1.0
         late_s, own_s = mine.data_s - others.data_s, others.compute_s + others.data_s
-        unclear = late_s < matters or low_data < CLEARLY * others.data_s
+        unclear = late_s < matters or datas[WINDOW // 4] < others.high_data_s
         loader = 1.0 if unclear else _times(own_s + late_s, own_s)
         found: list[Slow] = []
         first = worker.steps[0]
@@ -179,9 +188,7 @@ class Slowness:
                 return self._ordinary
         if not known:
             return None
-        self._ordinary = _Medians(
-            *(statistics.median(getattr(each, name) for each in known) for name in ("compute_s", "sample_s", "data_s", "seconds"))
-        )
+        self._ordinary = _Medians(*(statistics.median(getattr(each, name) for each in known) for name in _COLUMNS))
         return self._ordinary
 
     # Links.

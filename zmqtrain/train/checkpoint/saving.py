@@ -191,10 +191,29 @@ class Saver:
         added = {name.removeprefix("gradient/"): tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
         replica.memory.go_on_adding_to(added)
 
+    async def _begin_like_served(self, neighbour: int, replica: TorchReplica, exchange: Exchange) -> None:
+        """As `_begin_like`, with servers: a worker's own are only the buffers, and where its data goes on, which all share."""
+        own = await self._fetch(f"worker-{neighbour}")
+        assert own is not None, "the run resumes a checkpoint"
+        buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
+        _fill(own.name, buffers, Parts.of(replica.model).cut(tensors_of(own)))
+        replica.memory.publish()
+        recut = await self._recut(own, replica)
+        with taking_back(own.name):
+            if replica.loss_scale is not None:
+                replica.loss_scale.load(own.sidecar.get("loss_scale"))
+            if recut is not None:
+                recut.load_into(exchange)
+            if self.data is not None:
+                self.data.load_state_dict(own.sidecar.get("data"))
+
     async def _begin_like(self, neighbour: int, replica: TorchReplica, exchange: Exchange) -> None:
         """The checkpoint was written after this worker was lost: begin with a neighbour's state. With gossip the
         parameters are those of the run's model."""
         parts = Parts.of(replica.model)
+        if self.kind == "model_server":
+            await self._begin_like_served(neighbour, replica, exchange)
+            return
         await self._restore_into(MODEL, _state(replica.model), parts)
         into = _parameters(replica) if self.kind == "averaging" else {}
         others = await self._restore_into(self._group_part_of(neighbour), into, parts)
