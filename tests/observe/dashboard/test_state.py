@@ -78,10 +78,14 @@ def test_servers_staleness_goes_before_the_workers_and_traffic_is_a_matrix() -> 
     state = state_of(
         step(0, 0, staleness=3.0),
         event("server", 0, None, 5.0, role="server", staleness={"0": 2, "1": 1}),
+        event("links", 0, None, 5.0, sent={"server/0": [4, 0.1]}),
+        event("links", 1, None, 5.0, sent={"server/0": [3, 0.1]}),
         event("traffic", 0, None, 6.0, sent={"server/0": 10, "coordinator": 1}),
     )
     assert state["staleness"] == {"counts": [[0, 2], [1, 1]], "by": "servers"}
-    assert state["traffic"] == {"rows": ["worker/0"], "peers": ["server/0", "coordinator"], "bytes": [[10, 1]]}
+    assert state["traffic"] == {
+        "rows": ["worker/0", "worker/1"], "peers": ["server/0", "coordinator"], "bytes": [[10, 1], [3, 0]],
+    }  # fmt: skip
 
 
 def test_the_feed_is_bounded_and_goes_on_where_a_reader_was() -> None:

@@ -49,6 +49,7 @@ class RunState:
         self._served: dict[str, Counter[int]] = {}
         self._seen: Counter[int] = Counter()
         self._traffic: dict[str, Mapping[str, int]] = {}
+        self._so_far: dict[str, Mapping[str, int]] = {}  # large messages, of members that have not left yet
         self._checkpoints: Json = {"newest": None, "complete": 0, "failed": 0}
         self._planned: int | None = None
         self._feed: deque[Json] = deque(maxlen=MOST_FEED)
@@ -75,6 +76,8 @@ class RunState:
             self._served[peer] = Counter({int(key): int(count) for key, count in dict(values.get("staleness") or {}).items()})
         elif kind == "traffic":
             self._traffic[peer] = dict(values.get("sent") or {})
+        elif kind == "links":
+            self._so_far[peer] = {to: int(row[0]) for to, row in dict(values.get("sent") or {}).items()}
         elif kind == "start" and isinstance(values.get("steps"), int):
             self._planned = values["steps"]
         elif kind in ("checkpoint complete", "checkpoint failed", "checkpoint late"):
@@ -185,11 +188,12 @@ class RunState:
         }
 
     def _matrix(self) -> Json | None:
-        if not self._traffic:
+        traffic = {**self._so_far, **self._traffic}
+        if not traffic:
             return None
-        rows = sorted(self._traffic, key=peer_order)[:64]
-        peers = sorted({to for row in rows for to in self._traffic[row]}, key=peer_order)[:64]
-        return {"rows": rows, "peers": peers, "bytes": [[int(self._traffic[row].get(to, 0)) for to in peers] for row in rows]}
+        rows = sorted(traffic, key=peer_order)[:64]
+        peers = sorted({to for row in rows for to in traffic[row]}, key=peer_order)[:64]
+        return {"rows": rows, "peers": peers, "bytes": [[int(traffic[row].get(to, 0)) for to in peers] for row in rows]}
 
 
 class _Worker:

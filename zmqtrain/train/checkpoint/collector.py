@@ -204,8 +204,11 @@ class CheckpointCollector:
             self._tasks = None
             self._subscription.close()
             taken_over = self._journal is not None and self._journal.superseded  # then another collector goes on with the files
-            for incoming in () if taken_over else list(self._incoming.values()):
-                self._give_up(incoming, "the run ended before it was complete")
+            for incoming in list(self._incoming.values()):
+                if taken_over:
+                    incoming.leave()
+                else:
+                    self._give_up(incoming, "the run ended before it was complete")
             for future in self._ended.values():
                 if not future.done():
                     future.cancel()

@@ -253,7 +253,7 @@ function staleness(state) {
 function traffic(state) {
   const matrix = state.traffic;
   $("traffic").hidden = !matrix;
-  $("traffic-none").textContent = matrix ? "Bytes from each member (row) to each (column), over the whole run." : "Members report their traffic when they leave the run.";
+  $("traffic-none").textContent = matrix ? "Bytes from each member (row) to each (column): of large messages while it is in the run, and of everything once it has left." : "Nothing has been reported yet.";
   if (!matrix) return;
   const head = make("tr");
   head.append(...["from", ...matrix.peers].map((name) => Object.assign(make("th", name), { scope: "col" })));
