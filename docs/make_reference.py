@@ -230,6 +230,11 @@ MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "What an engine of your own provides ([how](../engines.md#an-engine-of-your-own)).",
         ("Engine", "Handle", "RemoteEngine", "EngineRun"),
     ),
+    "zmqtrain.observe": ("What a run has recorded, for programs ([how](../events.md)).", ()),
+    "zmqtrain.observe.sinks.base": (
+        "What a sink of your own provides ([how](../observe.md#a-sink-of-your-own)).",
+        ("Sink", "QuietSink", "RunFacts", "Figures"),
+    ),
     "zmqtrain.errors": ("Every error that zmqtrain raises on purpose.", ()),
     "zmqtrain.c10d.errors": ("Those of the `zmq` backend, which are errors of torch.distributed, too.", ()),
 }
@@ -335,6 +340,15 @@ EVENTS: Mapping[str, tuple[str, str]] = {
         "`epoch`, `loss` (mean of its samples), `samples` (its own), `seconds`, `compute_s`, `exposed_s` (waited for the network), "
         "`data_s` (waited for the batch), `lr`, `staleness` and `staleness_max` (updates)",
     ),
+    "schema": ("The first line of the file", "`version` of the lines that follow, `reason`"),
+    "slow": (
+        "A worker is slow, or no longer ([who is slow](../events.md#who-is-slow))",
+        "`what` (device, loader, link), `factor`, `since` (a time), `since_step`, `over`, `reason`",
+    ),
+    "links": (
+        "Every 2 s: how fast a role's large messages get through",
+        "`sent`: for each peer the bytes that have arrived so far, and the seconds in which some were on their way",
+    ),
     "sums": ("Many events in a second, of one kind", "see [the file](../events.md#many-events-in-a-second)"),
     "eval": ("An evaluation has ended", "`seconds`, and each metric"),
     "finish": (
@@ -391,6 +405,7 @@ SUMMARY: Mapping[str, str] = {
     "checkpoints": "`complete` (how many), `newest` (its step), `failed` (steps and reasons)",
     "momentum": "stated and measured momentum ([tuning](../tuning.md#with-look_ahead--none)); null without model servers",
     "bytes_sent": "bytes sent by all processes together",
+    "slow": "workers that were found slow: `peer`, `what`, `factor`, `since_step`, `until_step` (`null`: to the end)",
     "replica_spread": "largest difference of a parameter between replicas at the end",
 }
 #: Where a kind is no literal in a call: values that pass through.

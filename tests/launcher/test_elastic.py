@@ -35,6 +35,7 @@ task = "task.py"
 steps = {steps}
 timeout = "20 s"
 oversubscribe = true
+elastic = true
 restarts = {restarts}
 [compute]
 groups = 3
@@ -46,7 +47,7 @@ events_per_s = "all"
 """
 
 
-@pytest.mark.parametrize(("kind", "restarts"), [("gossip", 0), ("gossip", 1), ("averaging", 1)])
+@pytest.mark.parametrize(("kind", "restarts"), [("gossip", 0), ("gossip", 1), ("averaging", 1), ("allreduce", 1)])
 def test_a_worker_is_killed(tmp_path: Path, kind: str, restarts: int) -> None:
     steps = 1000 * (1 + restarts)  # it is killed in their midst, and the new one needs time to join
     (tmp_path / "task.py").write_text(TASK)

@@ -22,13 +22,20 @@ GOSSIP = {"kind": "gossip", "staleness": "async"}
 class Kept:
     """A simulated gossip run of four, and what it tells."""
 
-    def __init__(self, folder: Path, faults: Sequence[Fault] = (), resume: Path | None = None, **job: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        faults: Sequence[Fault] = (),
+        resume: Path | None = None,
+        exchange: Mapping[str, Any] = GOSSIP,
+        **job: Any,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder / "checkpoints"
         self.recipe = Recipe()
         self.told: list[tuple[str, int]] = []
         self.steps: dict[str, list[int]] = {}
-        topology = topology_of(folder, 4, 1, job={"steps": STEPS, "checkpoint_every": 5, **job}, exchange=GOSSIP)
+        topology = topology_of(folder, 4, 1, job={"steps": STEPS, "checkpoint_every": 5, **job}, exchange=dict(exchange))
         options = Options(
             faults=faults,
             task=self.recipe.task(),
@@ -107,3 +114,19 @@ def test_a_run_goes_on_without_checkpoints_that_cannot_be_written(tmp_path: Path
     assert run.result.ending.status == "done"
     assert {kind for kind, _ in run.told} == {"checkpoint failed"}
     assert {step for _, step in run.told} == set(range(5, STEPS + 1, 5))
+
+
+@pytest.mark.parametrize(("staleness", "lost"), [("async", 0), ("sync", 3)])
+def test_with_servers_a_resumed_run_trains_what_was_left(staleness: str, lost: int, tmp_path: Path) -> None:
+    servers = {"kind": "model_server", "staleness": staleness, "shards": 2}
+    run = Kept(tmp_path / "run", [kill(f"worker/{lost}", step=13)], exchange=servers)
+    assert run.result.ending.status == "done"
+    assert {step for kind, step in run.told if kind == "checkpoint complete"} >= {5, 10, 20, 25, 30, 35, 40}
+    checkpoint = run.newest
+    data = [checkpoint.part(f"worker-{rank}")[1]["data"] for rank in range(4) if rank != lost]
+    assert data[0] == data[1] == data[2]
+    assert data[0]["first"] < 4 * STEPS  # three workers have trained fewer batches
+    again = Kept(tmp_path / "again", resume=checkpoint.folder, steps=STEPS + 10, exchange=servers)
+    assert again.result.ending.status == "done", again.result.ending.error
+    assert all(again.steps[f"worker/{rank}"] == list(range(STEPS, STEPS + 10)) for rank in range(4))
+    assert again.newest.part("worker-0")[1]["data"]["first"] == data[0]["first"] + 4 * 10 - len(data[0]["left"])

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,17 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 from zmqtrain.wire.payload import Value
 
+#: When so many records are written all members know that all have joined.
+FIRST_RECORD = 6
 DRAWS = int(os.environ.get("ZMQTRAIN_DRAWS", "3"))
 
 
 class Records:
     """A journal in memory: what one process has written, another one reads."""
 
-    def __init__(self, data: bytearray) -> None:
+    def __init__(self, data: bytearray, die_after: int | None, die: Callable[[], None]) -> None:
+        """``die()`` is called right after so many records."""
+        self.count, self._die_after, self._die = 0, die_after, die
         self.superseded = False  # once its process is dead, which cannot even clear up
         self.data, self.ledger = data, replay(bytes(data))[0]
         self._staged: Ledger = {}
@@ -53,15 +57,30 @@ class Records:
             return
         self.data += encode(new)
         apply(self.ledger, new)
+        self.count += 1
+        if self.count == self._die_after:
+            self.superseded = True
+            self._die()
+
+
+def draw_deaths(chance: random.Random, whole: Result, records: int, most: int = 2) -> list[tuple[float | int, float]]:
+    """``records``: of an undisturbed run. A death among the first ones would be one before all have joined."""
+    deaths: list[tuple[float | int, float]] = []
+    for _ in range(chance.randint(1, most)):
+        moment = chance.choice([chance.uniform(0.1, 1.05) * whole.seconds, chance.randint(FIRST_RECORD, records)])
+        deaths.append((moment, chance.choice([0.01, 1.0, 8.0, 30.0, 90.0])))
+    return deaths
 
 
 class Succession(Simulation):
-    """A simulation whose coordinator dies at some moments, each with the seconds until another one begins."""
+    """A simulation whose coordinator dies at some moments, each with the seconds until another one begins.
 
-    def __init__(self, topology: Topology, options: Options, deaths: list[tuple[float, float]], alone_s: float) -> None:
+    A moment is a time, or a number of records: it dies when its journal has so many, before anybody has heard of the last one."""
+
+    def __init__(self, topology: Topology, options: Options, deaths: list[tuple[float | int, float]], alone_s: float) -> None:
         super().__init__(topology, options)
         self.deaths, self.alone_s, self.data = deaths, alone_s, bytearray()
-        self.led = 0
+        self.led = self.records = 0
 
     async def _live(self, loop: VirtualLoop, cluster: Cluster, injector: Injector) -> Outcome:
         description = RunDescription(self._topology, self._placement, os.getcwd(), alone_s=self.alone_s)
@@ -71,7 +90,14 @@ class Succession(Simulation):
             self.led += 1
             settings = replace(net_settings(self._timeouts, ""), epoch=self.led)
             endpoint = cluster.network.endpoint(COORDINATOR, self._topology.hosts[0].name, settings)
-            journal = Records(self.data)
+            dead = asyncio.Event()
+
+            def die(dead: asyncio.Event = dead) -> None:
+                cluster.network.kill(COORDINATOR)
+                dead.set()
+
+            moment, away = self.deaths.pop(0) if self.deaths else (None, 0.0)
+            journal = Records(self.data, moment if isinstance(moment, int) else None, die)
             assembly = Assembly(
                 endpoint,
                 description,
@@ -95,17 +121,17 @@ class Succession(Simulation):
                     agents[-1].set_name(f"agent/{host.name}")
             leading = asyncio.create_task(assembly.run(), name="coordinator")
             running = asyncio.create_task(assembly.coordinator.running.wait(), name="all have joined")
-            await asyncio.wait({leading, running}, return_when=asyncio.FIRST_COMPLETED)
+            dying = asyncio.create_task(dead.wait(), name="the coordinator's death")
+            await asyncio.wait({leading, running, dying}, return_when=asyncio.FIRST_COMPLETED)
             running.cancel()
-            if self.deaths:
-                at, away = self.deaths.pop(0)
-                await asyncio.wait({leading}, timeout=max(0.0, at - loop.time()))
-            else:
-                await asyncio.wait({leading})
-            if leading.done():
+            limit = max(0.0, moment - loop.time()) if isinstance(moment, float) else None
+            await asyncio.wait({leading, dying}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            dying.cancel()
+            self.records = journal.count
+            if leading.done() and not dead.is_set():
                 break
             journal.superseded = True
-            cluster.network.kill(COORDINATOR)
+            die()
             leading.cancel()
             await asyncio.wait({leading})
             closing.append(asyncio.create_task(endpoint.close(), name="close a dead endpoint"))
@@ -118,8 +144,8 @@ class Succession(Simulation):
 
 
 def life(
-    topology: Topology, deaths: list[tuple[float, float]], folder: Path, alone_s: float = 600.0, task: Task | None = None
-) -> tuple[Result, Any, int]:
+    topology: Topology, deaths: list[tuple[float | int, float]], folder: Path, alone_s: float = 600.0, task: Task | None = None
+) -> tuple[Result, Any, Succession]:
     events: Counter[tuple[Any, ...]] = Counter()
 
     def report(peer: str, reported: list[dict[str, Any]]) -> None:
@@ -130,7 +156,7 @@ def life(
     options = Options(on_report=report, checkpoints=folder, task=task)
     topology = resolved(topology, 1)
     simulation = Succession(topology, options, list(deaths), alone_s)
-    return run_virtual(simulation.run(), seed=1, limit_s=topology.simulation.time_limit), events, simulation.led
+    return run_virtual(simulation.run(), seed=1, limit_s=topology.simulation.time_limit), events, simulation
 
 
 def job(kind: str, folder: Path) -> Topology:
@@ -144,19 +170,18 @@ def job(kind: str, folder: Path) -> Topology:
 @pytest.mark.parametrize("kind", ["model_server", "gossip", "allreduce"])
 def test_no_step_is_lost_and_each_event_arrives_once(kind: str, tmp_path: Path) -> None:
     topology = job(kind, tmp_path)
-    whole, expected, _ = life(topology, [], tmp_path / "whole")
+    whole, expected, undisturbed = life(topology, [], tmp_path / "whole")
     assert (whole.ending.status, whole.broken) == ("done", [])
     steps = {key: count for key, count in expected.items() if key[1] == "step"}
     assert set(steps.values()) == {1}
     leaders = 0
     for draw in range(DRAWS):
         chance = random.Random(f"{kind} {draw}")
-        times = sorted(chance.uniform(0.1, 1.05) * whole.seconds for _ in range(chance.choice([1, 1, 2])))
-        deaths = [(at, chance.choice([0.01, 1.0, 8.0, 30.0, 90.0])) for at in times]
-        result, events, led = life(topology, deaths, tmp_path / str(draw))
-        assert (result.ending.status, result.ending.error, result.broken) == ("done", None, []), (draw, deaths, led)
+        deaths = draw_deaths(chance, whole, undisturbed.records)
+        result, events, simulation = life(topology, deaths, tmp_path / str(draw))
+        assert (result.ending.status, result.ending.error, result.broken) == ("done", None, []), (draw, deaths)
         assert {key: count for key, count in events.items() if key[1] == "step"} == steps, (draw, deaths)
-        leaders += led
+        leaders += simulation.led
     assert leaders > DRAWS  # some of them did die
 
 
@@ -164,8 +189,8 @@ def test_nobody_comes_back(tmp_path: Path) -> None:
     """Everything ends by itself once the time alone is over."""
     topology = job("model_server", tmp_path)
     whole, _, _ = life(topology, [], tmp_path / "whole")
-    result, _, led = life(topology, [(whole.seconds / 2, 500.0)], tmp_path / "alone", alone_s=100.0)
-    assert led == 2
+    result, _, simulation = life(topology, [(whole.seconds / 2, 500.0)], tmp_path / "alone", alone_s=100.0)
+    assert simulation.led == 2
     assert result.ending.status == "failed"
     assert "silent" in str(result.ending.error)
 
@@ -180,12 +205,12 @@ def test_checkpoints_and_the_model_are_those_of_a_run_that_was_never_disturbed(
 ) -> None:
     topology = training.topology_of(tmp_path, 4, 1, job={"steps": 12, "checkpoint_every": every}, exchange=exchange)
     recipe = training.Recipe()
-    whole, _, _ = life(topology, [], tmp_path / "whole", task=recipe.task())
+    whole, _, undisturbed = life(topology, [], tmp_path / "whole", task=recipe.task())
     assert (whole.ending.status, whole.broken) == ("done", []), whole.ending.error
     expected = find_checkpoints(tmp_path / "whole")
     for draw in range(max(1, DRAWS // 2)):
         chance = random.Random(f"{exchange} {draw}")
-        deaths = [(chance.uniform(0.1, 1.0) * whole.seconds, chance.choice([0.01, 1.0, 30.0]))]
+        deaths = draw_deaths(chance, whole, undisturbed.records, most=1)
         folder = tmp_path / str(draw)
         result, _, _ = life(topology, deaths, folder, task=recipe.task())
         assert (result.ending.status, result.ending.error, result.broken) == ("done", None, []), (draw, deaths)

@@ -1,4 +1,4 @@
-"""Gossip and averaging go on without those who are lost, and with those who come back: whole runs in simulated time."""
+"""Exchanges without servers go on without those who are lost, and with those who come back: whole runs in simulated time."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ METHODS = [
 ]
 
 
-def run_averaging(faults: Sequence[Fault], shape: Topology) -> Heard:
+def run_without_servers(faults: Sequence[Fault], shape: Topology) -> Heard:
     heard = Heard()
     result = simulate(shape, options=Options(faults=faults, on_report=heard))
     assert result.ending.status == "done", result.ending.error
@@ -238,7 +238,7 @@ def run_averaging(faults: Sequence[Fault], shape: Topology) -> Heard:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_averaging_continues_without_a_lost_worker_and_with_one_that_comes_back(method: str) -> None:
-    heard = run_averaging([kill("worker/1", step=50), restart("worker/2", at=0.025, after=0.01)], averaging(method))
+    heard = run_without_servers([kill("worker/1", step=50), restart("worker/2", at=0.025, after=0.01)], averaging(method))
     assert heard.steps["worker/0"] == heard.steps["worker/3"] == list(range(STEPS))
     assert heard.views["worker/0"] == heard.views["worker/3"]
     assert [len(members) for _, members in heard.views["worker/0"]] == [3, 2, 3]
@@ -250,3 +250,25 @@ def test_averaging_at_any_moment() -> None:
         shape = averaging(METHODS[number], every=every)
         found = list(explore(shape, range(10 * number, 10 * number + 2), faults="random"))
         assert [each.broken for each in found if each.broken] == []
+
+
+def allreduce(every: int = 1, job: str = "", compute: str = "") -> Topology:
+    text = TOPOLOGY.format(steps=STEPS, exchange="weights", granularity="bucket", job=f"elastic = true\n{job}")
+    start, end = text.index("[exchange]"), text.index("[network]")
+    exchange = f'[exchange]\nkind = "allreduce"\nevery = {every}\n'
+    return parse_topology(text[:start].replace("groups = 4", f"groups = 4\n{compute}") + exchange + text[end:])
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_all_reduce_continues_without_a_lost_worker_and_with_one_that_comes_back(every: int) -> None:
+    heard = run_without_servers([kill("worker/1", step=50), restart("worker/2", at=0.05, after=0.01)], allreduce(every))
+    assert heard.steps["worker/0"] == heard.steps["worker/3"] == list(range(STEPS))
+    assert [len(members) for _, members in heard.views["worker/0"]] == [3, 2, 3]
+    assert heard.steps["worker/2"][-1] == STEPS - 1
+
+
+def test_all_reduce_at_any_moment() -> None:
+    """In the midst of sums: the survivors finish the step, or all of them give it up."""
+    for number in range(8):
+        at = 0.02 + 0.00037 * number
+        run_without_servers([kill("worker/3", at=at)], allreduce(job="restarts = 1"))

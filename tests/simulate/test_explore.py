@@ -73,16 +73,17 @@ class TestSabotage:
         topology = topology_of(
             profile_file(tmp_path), exchange={"staleness": {"bound": 1}}, compute={"noise": {"kind": "exponential"}}
         )
-        released = StalenessMachine._released
+        ready = StalenessMachine._ready
 
         def all_of_them(self: StalenessMachine) -> tuple[tuple[int, int], ...]:
             self._policy = replace(self._policy, bound=100)
-            return released(self)
+            return ready(self)
 
-        monkeypatch.setattr(StalenessMachine, "_released", all_of_them)
+        monkeypatch.setattr(StalenessMachine, "_ready", all_of_them)
         assert self._broken(topology, "the bound is 1")
 
-    def test_a_worker_that_waits_for_ever(self, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_worker_that_waits_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        topology = topology_of(profile_file(tmp_path), job={"elastic": False})
         receive = ModelServerExchange._receive
 
         async def forgets(self: ModelServerExchange, piece: Any, tag: Any, into: Any) -> Any:

@@ -239,7 +239,7 @@ class TestFaults:
 
     def test_killed(self, tmp_path: Path) -> None:
         before = threading.active_count()
-        result, _, _ = run(topology_of(tmp_path, 4, 1), kill("worker/2", step=3))
+        result, _, _ = run(topology_of(tmp_path, 4, 1, job={"elastic": False}), kill("worker/2", step=3))
         assert result.ending.status == "failed"
         assert result.broken == []
         assert threading.active_count() == before

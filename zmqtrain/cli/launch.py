@@ -167,7 +167,7 @@ def run_continue(name: str, script: Sequence[str] = (), options: LaunchOptions |
 def _continue(path: Path, options: LaunchOptions) -> int:
     leadership = Leadership.take_over(path)
     description = leadership.description()
-    if description.topology.engine.kind == "local" and not Left.of(path).processes:
+    if description.topology.engine.kind == "local" and not leadership.has_ended and not Left.of(path).processes:
         leadership.journal.close()
         raise nothing_left(path)
     observe = description.topology.observe

@@ -390,6 +390,28 @@ def report(
 
 
 @app.command()
+def dashboard(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]", help="The run to show first, or a folder of runs. Default: runs.", autocompletion=_runs_like
+        ),
+    ] = None,
+    address: Annotated[str, typer.Option(help="Where to listen. Other machines reach the default through ssh only.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default: 8790, or any if that is taken. 0: any.")] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    json_lines: Json = False,
+) -> None:
+    """Show runs in the browser while they train and after: curves, step times, workers, events; two runs laid over each other.
+
+    The address that it prints has a token, without which nothing is shown. Runs can be stopped there, and keep checkpoints.
+    """
+    from zmqtrain.cli.dashboard import run_dashboard
+
+    raise typer.Exit(run_dashboard(run, address=address, port=port, open_it=open_it, json_lines=json_lines))
+
+
+@app.command()
 def attach(run: Run = "latest", json_lines: Json = False) -> None:
     """Show a run that was launched in another terminal, or with --detach. Ctrl-C leaves it alone."""
     from zmqtrain.cli.attach import run_attach

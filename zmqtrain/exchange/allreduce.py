@@ -12,12 +12,20 @@ from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.gradient_sum import GradientSum
+from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.serverless import Serverless
+from zmqtrain.exchange.state_source import NeighboursState, StateSource
 from zmqtrain.exchange.sums import Sums
+
+#: How long workers wait for each other if their group has no limit, in seconds.
+PATIENCE_S = 60.0
 
 
 class AllReduceExchange(Serverless):
     """Implements `Exchange` without a server. ``sums`` are over all workers, scaled to be the gradient of the update.
+
+    With ``members`` that survive losses (and groups of one worker; ``sums`` are then `ElasticSums`), a step counts on all that are
+    left or on none, and a worker that joins late begins as a copy of a neighbour.
 
     All replicas stay equal to the bit: they begin with rank 0's parameters, and all-reduce gives every rank identical sums.
 
@@ -35,6 +43,7 @@ class AllReduceExchange(Serverless):
         *,
         every: int = 1,
         by_bucket: bool = False,
+        members: Members | None = None,
         recorder: Recorder | None = None,
         overlap: bool = True,
     ) -> None:
@@ -42,9 +51,14 @@ class AllReduceExchange(Serverless):
             raise ValueError(f"gradients are exchanged every {every} steps; it must be at least every step (1)")
         super().__init__(sums)
         self._every, self._by_bucket = every, by_bucket
+        self._recorder: Recorder = recorder or NullRecorder()
         summed = self._summed if by_bucket else None
-        self._sum = GradientSum(sums, recorder or NullRecorder(), self._abort, overlap=overlap, summed=summed)
+        self._sum = GradientSum(sums, self._recorder, self._abort, overlap=overlap, summed=summed)
         self._step = 0
+        self._members = members
+        self._source: StateSource | None = None
+        if members is not None and members.survives:
+            self._source = StateSource(sums.group.endpoint, timeout_s=sums.group.timeout_s or PATIENCE_S)
 
     @classmethod
     def of(cls, context: ExchangeContext) -> AllReduceExchange:
@@ -55,6 +69,7 @@ class AllReduceExchange(Serverless):
             context.sums_of_all(scale=1.0 / (worker.placement.groups * every)),
             every=every,
             by_bucket=worker.topology.compute.overlap and context.untouched,
+            members=context.members,
             recorder=worker.recorder,
             overlap=worker.topology.compute.overlap,
         )
@@ -71,13 +86,39 @@ class AllReduceExchange(Serverless):
     def model(self) -> RunModel:
         return RunModel.REPLICA
 
-    async def start(self, replica: Replica, *, restored: bool = False) -> None:
+    async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         # Also if restored: the ranks then already hold equal parameters, and sending them again costs no more than one step's
         # traffic.
         self._replica = replica
         replica.optimize(Optimize.AFTER if self._by_bucket else Optimize.APART)
-        await spread(self._sums.group, replica)
+        members, source = self._members, self._source
+        first = None
+        if members is None or source is None:
+            await spread(self._sums.group, replica)
+        else:
+            source.serve()
+            if members.late:
+                first = await self._start_late(replica, members)
+            else:
+                await members.together("allreduce/start", 0, lambda world: spread(world, replica))
         await self._sum.start(replica)
+        if first is not None:
+            await self._give(first)
+        return first
+
+    async def _start_late(self, replica: Replica, members: Members) -> int:
+        group = self._sums.group
+        timeout_s = group.timeout_s or PATIENCE_S
+        state = NeighboursState.of_column(group.endpoint, members.at(0), timeout_s=timeout_s)
+        first = await state.join(members)
+        await state.take(replica)
+        self._recorder.audit("joined", step=first, source=state.source)
+        return first
+
+    async def _give(self, step: int) -> None:
+        """Give the state with which ``step`` begins to those who have asked for it, and begin with that step."""
+        if self._members is not None and self._source is not None:
+            await self._source.answer(step, self._members, self._replica_started(), self.settle)
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -92,19 +133,25 @@ class AllReduceExchange(Serverless):
         self._sum.add(bucket)
 
     async def end_step(self) -> None:
-        if not self.exchanges(self._step):
-            return
-        if self._by_bucket:
-            await self._sum.all_added()
-        else:
-            await self._sum.wait()
-            await self._replica_started().update()
+        if self.exchanges(self._step):
+            if self._by_bucket:
+                await self._sum.all_added()
+            else:
+                await self._sum.wait()
+                await self._replica_started().update()
+        if self._members is not None:
+            await self._members.release(self._step + 1)
+            await self._give(self._step + 1)
 
     async def settle(self) -> None:
         await self._sum.settle()
 
     async def stop(self) -> None:
+        if self._source is not None:
+            self._source.close()
         await self._sum.stop()
+        if self._members is not None:
+            await self._members.stop()
 
     def _summed(self, bucket: Bucket) -> None:
         self._replica_started().parameters_ready(bucket)

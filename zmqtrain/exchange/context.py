@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zmqtrain.collectives.group import Group
+from zmqtrain.exchange.elastic import ElasticMembers
+from zmqtrain.exchange.elastic_sums import ElasticSums
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.row_sums import RowSums
 from zmqtrain.exchange.sums import HostSums, NetworkSums, Sums
@@ -61,7 +63,19 @@ class ExchangeContext:
         return self.group(f"group/{number}", self.worker.placement.group_members(number))
 
     def sums_of_all(self, *, scale: float) -> Sums:
-        """Sums over all workers, times ``scale``."""
+        """Sums over all workers, times ``scale``; in an elastic run divided by what is in them."""
+        if (
+            isinstance(self.members, ElasticMembers) and self.worker.topology.exchange.kind == "allreduce"
+        ):  # nothing of them is in memory that a lost worker shared
+            worker = self.worker
+            return ElasticSums(
+                worker.endpoint,
+                self.members,
+                self.all_workers(),
+                every=self.every,
+                timeouts=worker.timeouts,
+                recorder=worker.recorder,
+            )
         return self._sums(self.all_workers(), 0, scale=scale, in_place=self.untouched)
 
     def sums_of_group(self, group: Group, *, in_place: bool) -> Sums:

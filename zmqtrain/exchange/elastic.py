@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.data.slots import Slot, SlotPlan
@@ -25,6 +27,33 @@ from zmqtrain.membership.client import Membership
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.timeouts import Timeouts
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the members have agreed on about results that count on all of them or on none."""
+
+    version: int
+    """Of the view that it is about."""
+    living: Mapping[PeerId, int]
+    """The workers that are there, and which of their processes."""
+    newest: int
+    """The newest step that one of them has completed; -1 for none."""
+    holder: PeerId
+    """One that has; if there is any."""
+    lack: bool
+    """Whether another one, which has trained that step, has not."""
+
+
+class Commits(Protocol):
+    """Something that completes steps on all members or on none."""
+
+    def hold(self) -> int:
+        """Complete no step from now on, until the next `decide`. Returns the newest that is complete here; -1 for none."""
+        ...
+
+    def decide(self, decision: Decision) -> None:
+        """The members have agreed; everywhere on the same."""
 
 
 class ElasticMembers:
@@ -47,12 +76,14 @@ class ElasticMembers:
         first = late if membership.late else {peer: here.get(peer, 0) for peer in workers}
         self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # first step; members and their incarnations
         self._begun = -1 if membership.late else 0  # the newest step that may have begun
+        self._first: int | None = None if membership.late else 0  # this process's first step, once it is known
         self._agreement: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._changes: list[Change] = []
         self._prepare: Prepare | None = None
         self._viewed = asyncio.Event()
         self._groups: dict[str, Group] = {}
+        self._commits: Commits | None = None
         self._stopped = False
         membership.on_view(self._on_view)
         if not self.late:
@@ -79,13 +110,27 @@ class ElasticMembers:
     def incarnation(self, peer: PeerId, step: int) -> int | None:
         return self._plan(step)[1].get(peer)
 
+    def since(self, step: int) -> int:
+        """The first step of those that the workers of ``step`` train."""
+        return self._plan(step)[0]
+
+    def took_part(self, step: int) -> bool:
+        """Whether this very process trains ``step``, and has not joined later."""
+        me = self._endpoint.peer
+        own = self._membership.view.members[me].incarnation
+        return self._first is not None and step >= self._first and self.incarnation(me, step) == own
+
+    def commit_with(self, commits: Commits) -> None:
+        """Ask and tell ``commits`` whenever the members change. Call it before the first step."""
+        self._commits = commits
+
     async def join(self) -> int:
         await self._membership.ready()
         if self._agreement is None:
             self._begin_agreement()
         await self.settled()
         first = self._plans[-1][0]
-        self._begun = first
+        self._begun = self._first = first
         self._on_view(self._membership.view)  # which may have changed in the meantime
         return first
 
@@ -199,6 +244,7 @@ class ElasticMembers:
             living = self._living(view)
             try:
                 newest = await membership.agree("members", self._begun, tuple(living), version=view.version)
+                decision = await self._what_counts(view, living)
             except (PeerLostError, ViewChangedError) as error:
                 await self._newer(view, {}, (), error)
                 continue
@@ -206,12 +252,29 @@ class ElasticMembers:
             if self._prepare is not None:
                 step = await self._prepare(step, living)
             self._plans.append((step, living))
+            if self._commits is not None:
+                self._commits.decide(decision)
             gone = [peer for peer in self._plans[-2][1] if peer not in living]
             reason = f"lost {', '.join(gone)}" if gone else "others have joined"
             self._recorder.event("view", step=step, version=view.version, members=list(living), reason=reason)
             for change in self._changes:
                 change(step, tuple(living))
             return
+
+    async def _what_counts(self, view: View, living: Mapping[PeerId, int]) -> Decision:
+        """Agree on the newest step that counts. Without losses in the meantime, everybody gets the same answer."""
+
+        async def agree(what: str, value: int) -> int:
+            return await self._membership.agree(f"members/{what}", value, tuple(living), version=view.version)
+
+        own = -1 if self._commits is None else self._commits.hold()
+        newest = await agree("complete", own)
+        if newest < 0:
+            return Decision(view.version, living, -1, "", lack=False)
+        me = self._endpoint.peer
+        lack = await agree("lack", int(self.took_part(newest) and own < newest))
+        holder = await agree("holder", self._workers.index(me) if own == newest else -1)
+        return Decision(view.version, living, newest, self._workers[holder], lack=bool(lack))
 
     async def _newer(
         self, view: View, planned: Mapping[PeerId, int], members: tuple[PeerId, ...], error: ConnectivityError

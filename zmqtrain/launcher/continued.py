@@ -74,17 +74,16 @@ class Leadership:
         try:
             if RUN not in journal.ledger or HOSTS not in journal.ledger:
                 raise NothingLeftError(f"{path} cannot be taken over: its launcher died before all had joined. Launch it anew")
-            if cls(journal)._state is State.ENDED:
-                raise NothingLeftError(f"{path} cannot be taken over: it had ended")
         except BaseException:
             journal.close()
             raise
         return cls(journal)
 
     @property
-    def _state(self) -> State:
+    def has_ended(self) -> bool:
+        """Whether the run had ended, and only its summary is missing."""
         run: Any = self.journal.ledger[RUN]
-        return State(run[0])
+        return State(run[0]) is State.ENDED
 
     @property
     def launch(self) -> dict[str, Any]:
@@ -161,13 +160,17 @@ class Leadership:
         traces: Any = self.journal.ledger[HOSTS]
         assert isinstance(engine, LastingEngine)
         gathered = Gathered(description.topology, {}, token=self.launch["token"], host=self.launch["host"])
-        return Adopting(engine, gathered, traces, self.sizes())
+        return Adopting(engine, gathered, traces, self.sizes(), may_be_gone=self.has_ended)
 
 
 class Adopting:
     """Implements `zmqtrain.launcher.engine.GatheringEngine` for agents that another launcher has started."""
 
-    def __init__(self, engine: LastingEngine, gathered: Gathered, traces: Mapping[str, Value], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, engine: LastingEngine, gathered: Gathered, traces: Mapping[str, Value], sizes: Mapping[str, int], *, may_be_gone: bool
+    ) -> None:
+        """``may_be_gone``: the run has ended, and perhaps all agents with it."""
+        self._may_be_gone = may_be_gone
         self._engine, self._gathered, self._traces, self._sizes = engine, gathered, traces, sizes
         self._handles: dict[str, Handle] = {}
 
@@ -177,7 +180,7 @@ class Adopting:
     async def open(self, run: EngineRun) -> None:
         """Find the agents. Raises `NothingLeftError` if there is none, and the engine's error for hosts that it cannot reach."""
         self._handles = dict(await self._engine.adopt(run, self._traces, self._sizes))
-        if not self._handles:
+        if not self._handles and not self._may_be_gone:
             raise nothing_left(run.directory)
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:

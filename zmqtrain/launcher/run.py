@@ -244,6 +244,7 @@ class Launch:
     @contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt, signal.SIGUSR1: self._preemption.ask}
+        handlers[signal.SIGUSR2] = self._keep
         if wanted_on_sigterm(self._topology.engine.kind):
             handlers[signal.SIGTERM] = self._preemption.ask
         if self._topology.engine.kind != "local":
@@ -265,6 +266,16 @@ class Launch:
             self._preemption.ask("an interrupt", person=True)
         elif self._life is not None:
             self._life.cancel()
+
+    def _keep(self) -> None:
+        """Keep a checkpoint as soon as possible, and go on."""
+        if self._description.script:
+            self._record.note("a checkpoint was asked for, but a script keeps its own")
+        elif self._assembly is None:
+            self._record.note("a checkpoint was asked for, but the run has not started yet")
+        else:
+            self._record.note("a checkpoint was asked for: all workers keep one at a common step, and go on")
+            self._assembly.collector.ask()
 
     # The end ------------------------------------------------------------------------------------------------------------------
 

@@ -134,11 +134,14 @@ class Coordinator:
                 self._group = group
                 for peer in self._outboxes:
                     self._start_pusher(peer)
+                self.outcome = self._roster.ended()  # another coordinator's last decision
                 while self.outcome is None:
                     await self._wait_for_change(self._roster.next_deadline())
                     if self._superseded.is_set():
                         raise SupersededError
                     self._do(self._roster.tick(self._now()))
+                if self._journal is not None:
+                    await self._let_agents_leave()
                 await self._drain()
                 self._group = None
                 for pusher in self._pushers.values():
@@ -150,6 +153,12 @@ class Coordinator:
                 if not future.done():
                     future.set_exception(PeerLostError(COORDINATOR, why))
         return self.outcome
+
+    async def _let_agents_leave(self) -> None:
+        """Agents that are out of touch come back, and learn that the run has ended."""
+        deadline = self._now() + self._timeouts.silent_s
+        while self._roster.agents_here() and self._now() < deadline and not self._superseded.is_set():
+            await self._wait_for_change(deadline)
 
     async def _wait_for_change(self, deadline: float | None) -> None:
         try:

@@ -124,6 +124,16 @@ class Roster:
         elif self.state is State.FAILED:
             self._end_deadline = now + 2 * self._timeouts.grace_s + patience_s
 
+    def ended(self) -> Outcome | None:
+        """How the run has ended, if it has."""
+        if self.state is not State.ENDED:
+            return None
+        return Outcome.of(self._end_reason if self.failures else None, self.failures, self.halt_reason, self._losses)
+
+    def agents_here(self) -> bool:
+        """Whether an agent has not left yet."""
+        return any(agent.here for agent in self._members.agents.values())
+
     def met(self) -> list[Action]:
         """The members that another roster had welcomed: their addresses."""
         reason = "it had joined before another launcher took over"

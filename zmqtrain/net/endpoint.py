@@ -130,6 +130,11 @@ class Endpoint(Protocol):
         """Bytes sent to each peer, and received from it, so far: the parts of ``bytes_sent`` and ``bytes_received``."""
         ...
 
+    def speeds(self) -> dict[PeerId, tuple[int, float]]:
+        """For each peer to which large messages were sent: their bytes that have arrived so far, and the seconds in which some were
+        on their way."""
+        ...
+
     def statistics(self) -> dict[str, int]:
         """Counters: bytes_sent, bytes_received, messages_sent, messages_received, queued_bytes, resent_bytes, ..."""
         ...

@@ -78,6 +78,12 @@ class Link:
         self._unannounced_pieces = 0
         self._down_at = now
         self._progress_at: list[float] = [now, now]
+        self._arrived_bytes, self._busy_s, self._busy_at = 0, 0.0, now  # of the bulk lane
+
+    def speed(self, now: float) -> tuple[int, float]:
+        """The bytes of large messages that have arrived, and the seconds in which some were on their way."""
+        busy = now - self._busy_at if self.sending[BULK].unacknowledged else 0.0
+        return self._arrived_bytes, self._busy_s + busy
 
     # The greeting.
 
@@ -173,6 +179,8 @@ class Link:
         sending.advance()
         if len(sending.unacknowledged) == 1:
             self._progress_at[lane] = now
+            if lane == BULK:
+                self._busy_at = now
 
     def take_notices(self) -> Sequence[tuple[int, bytes]]:
         """Short unnumbered messages that are due: (lane, header)."""
@@ -311,6 +319,10 @@ class Link:
         done = self.sending[lane].acknowledge(upto)
         if done:
             self._progress_at[lane] = now
+        if done and lane == BULK:
+            self._arrived_bytes += sum(parcel.wire_bytes for parcel in done)
+            if not self.sending[BULK].unacknowledged:
+                self._busy_s += now - self._busy_at
         for parcel in done:
             if self._lent and (block := self._lent.pop((lane, parcel.sequence), None)) is not None:
                 block.free()

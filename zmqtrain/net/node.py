@@ -143,6 +143,9 @@ class Node:
     def traffic(self) -> dict[PeerId, tuple[int, int]]:
         return self._board.traffic()
 
+    def speeds(self) -> dict[PeerId, tuple[int, float]]:
+        return self._board.speeds()
+
     def statistics(self) -> dict[str, int]:
         return {**self._board.statistics(), **self._mailbox.statistics()}
 

@@ -144,6 +144,11 @@ class Switchboard:
         """Bytes sent to each peer and received from it so far."""
         return {peer: (self._sent[peer], self._received[peer]) for peer in sorted({*self._sent, *self._received})}
 
+    def speeds(self) -> dict[PeerId, tuple[int, float]]:
+        """For each peer to which large messages were sent: their bytes that have arrived, and the seconds that took."""
+        now = self._loop.time()
+        return {peer: speed for peer, link in sorted(self._links.items()) if (speed := link.speed(now))[0]}
+
     def statistics(self) -> dict[str, int]:
         links = self._links.values()
         return {

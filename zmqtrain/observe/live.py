@@ -59,6 +59,8 @@ class Rows:
     def __init__(self, group_of: Mapping[str, int]) -> None:
         self.groups: dict[int, _GroupRow] = {}
         self.eval: dict[str, float] = {}
+        self.slow: dict[tuple[str, str], str] = {}
+        """The slow workers, each with what of it is slow, in words."""
         self.regroup(group_of)
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
@@ -73,6 +75,10 @@ class Rows:
         if event["kind"] == "eval":
             self.eval.update(metrics_of(values))
         peer = f"{event['role']}/{event['rank']}"
+        if event["kind"] == "slow":
+            self.slow.pop((peer, values["what"]), None)
+            if not values["over"]:
+                self.slow[peer, values["what"]] = f"{peer}'s {values['what']} {values['factor']:.1f} times"
         row = self.groups.get(self._group_of.get(peer, -1))
         if event["kind"] != "step" or row is None:
             return
@@ -112,7 +118,11 @@ class Rows:
         if stale:
             parts.append(f"staleness {sum(stale) / len(stale):.2f}")
         parts += [f"{name} {value:.4f}" for name, value in self.eval.items()]
-        return "  ".join(parts)
+        return "  ".join([*parts, *self.slow_words()])
+
+    def slow_words(self) -> list[str]:
+        """What is slow, if anything."""
+        return [f"slow: {', '.join(self.slow.values())}"] if self.slow else []
 
 
 def _as_one(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +172,7 @@ class TableView:
                 "" if row.staleness is None else f"{row.staleness:.2f}",
             )
         metrics = "  ".join(f"{name} {value:.4f}" for name, value in self._rows.eval.items())
-        return Group(table, metrics)
+        return Group(table, metrics, *self._rows.slow_words())
 
 
 class PlainView:

@@ -19,8 +19,13 @@ Post: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], Awaitable[None]]
 #: Takes audit events, as `zmqtrain.events.Recorder.audit` does: the kind, and the values.
 AuditEvents: TypeAlias = Callable[[str, Mapping[str, object]], None]
 
+#: The bytes sent to each peer, and the seconds that took (`zmqtrain.net.endpoint.Endpoint.speeds`).
+Speeds: TypeAlias = Callable[[], dict[str, tuple[int, float]]]
+
 #: Seconds between batches: long enough to cost little, short enough for a live table.
 INTERVAL_S = 0.25
+#: Seconds between events about the speed of links, and the most links of one.
+LINKS_S, MOST_LINKS = 2.0, 16
 #: The most events that may wait to be posted. Beyond it spans, which only serve display, are dropped and counted.
 MOST_WAITING = 50_000
 #: Events beyond so many are weighed, and beyond so many bytes dropped and counted: the launcher is away.
@@ -35,9 +40,16 @@ class RunRecorder:
     """
 
     def __init__(
-        self, post: Post, *, trace_steps: int = 20, clock: Callable[[], float] | None = None, audit: AuditEvents | None = None
+        self,
+        post: Post,
+        *,
+        trace_steps: int = 20,
+        clock: Callable[[], float] | None = None,
+        audit: AuditEvents | None = None,
+        speeds: Speeds | None = None,
     ) -> None:
-        self._post = post
+        """``speeds``: of this role's links, for an event ``links`` every `LINKS_S` seconds."""
+        self._post, self._speeds = post, speeds
         self._audit = audit
         self._clock = clock or asyncio.get_running_loop().time
         self._offset = wall_s() - self._clock()
@@ -89,8 +101,16 @@ class RunRecorder:
 
     async def run(self) -> None:
         """Post new events every `INTERVAL_S` seconds, until cancelled."""
+        told: dict[str, tuple[int, float]] = {}
+        due = self._clock() + LINKS_S
         while True:
             await asyncio.sleep(INTERVAL_S)
+            if self._speeds is not None and self._clock() >= due:
+                now, due = self._speeds(), self._clock() + LINKS_S
+                if now != told:
+                    told = now
+                    most = sorted(now, key=lambda peer: -now[peer][0])[:MOST_LINKS]
+                    self.event("links", sent={peer: list(now[peer]) for peer in most})
             await self.flush()
 
     async def flush(self) -> None:

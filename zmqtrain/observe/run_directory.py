@@ -16,6 +16,9 @@ from zmqtrain.observe.append_file import AppendFile
 from zmqtrain.observe.strict_json import dumps
 from zmqtrain.observe.trace import Trace
 
+#: The kind of the first line of ``events.jsonl``, and the version of those after it. It grows when the meaning of a line changes,
+#: but not when kinds or values are added.
+SCHEMA, VERSION = "schema", 1
 #: A run's number has at least three digits, so that a listing is in order.
 _DIGITS = 3
 #: In the directory of a launch that tunes itself: a link to the run that is training, or that trained last.
@@ -35,6 +38,7 @@ class RunDirectory:
         self._unwritten: dict[str, str] = {}  # what could not be written, and why
         self._gone = False
         self._events = AppendFile(path / "events.jsonl")
+        self._new = not (path / "events.jsonl").stat().st_size
         self._logs: dict[str, AppendFile] = {}
         self._closed = False
 
@@ -147,8 +151,14 @@ class RunDirectory:
 
     def event(self, event: dict[str, Any]) -> None:
         """Append a line to ``events.jsonl``."""
-        if not self._closed:
-            self._events.write(dumps(event) + "\n")
+        if self._closed:
+            return
+        if self._new:
+            self._new = False
+            values = {"version": VERSION, "reason": f"the lines have version {VERSION} (docs/events.md)"}
+            about = {"host": "", "role": "coordinator", "rank": None, "step": None, "kind": SCHEMA, "values": values}
+            self._events.write(dumps({"time": event.get("time"), **about}) + "\n")
+        self._events.write(dumps(event) + "\n")
 
     def log(self, peer: str, text: str) -> None:
         """Append to the log of a role."""

@@ -11,6 +11,9 @@ from typing import Any
 from zmqtrain.observe.spread import Spread
 from zmqtrain.observe.sums import SUMS, FieldSums, fields_of
 
+#: So many findings that a worker is slow are kept.
+MOST_SLOW = 200
+
 
 class Summary:
     """Feed it events (`add`); `to_dict` gives the summary so far. Steps are counted per group, samples over all workers.
@@ -37,6 +40,7 @@ class Summary:
         self._checkpoints = 0
         self._not_kept: dict[int, str] = {}  # step -> why its checkpoint is not complete
         self._momentum = _MomentumSeen()
+        self._slow: list[dict[str, Any]] = []
         self._began: float | None = None
         self._ended: float | None = None
 
@@ -59,6 +63,8 @@ class Summary:
                 self._momentum.stated = dict(values)
             else:
                 self._momentum.fitted(peer, values.get("fitted"), values.get("updates"))
+        elif event["kind"] == "slow":
+            self._add_slow(peer, event["step"], values)
         elif event["kind"] == "fc":
             self._fc[peer] = values
         elif event["kind"] == "checkpoint complete":
@@ -106,6 +112,14 @@ class Summary:
         self._seen.add_sums(values, fields)
         self._lasted(values["since"], event["time"])
 
+    def _add_slow(self, peer: str, step: int | None, values: Mapping[str, Any]) -> None:
+        if not values["over"] and len(self._slow) < MOST_SLOW:
+            told = {name: values[name] for name in ("what", "factor", "since_step")}
+            self._slow.append({"peer": peer, **told, "until_step": None})
+        for each in self._slow if values["over"] else ():
+            if (each["peer"], each["what"], each["until_step"]) == (peer, values["what"], None):
+                each["until_step"] = step
+
     def _lasted(self, began: float, ended: float) -> None:
         self._began = began if self._began is None else min(self._began, began)
         self._ended = ended if self._ended is None else max(self._ended, ended)
@@ -150,6 +164,7 @@ class Summary:
             "momentum": self._momentum.to_dict(self._staleness()["mean"]),
             "bytes_sent": sum(self._bytes_sent.values()),
             "replica_spread": self._spread,
+            "slow": self._slow,
         }
 
     def _merged(self) -> dict[str, Any]:

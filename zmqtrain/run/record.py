@@ -19,6 +19,7 @@ from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.sinks.base import RunFacts
 from zmqtrain.observe.sinks.fan_out import FanOut
+from zmqtrain.observe.slowness import Slowness
 from zmqtrain.observe.summary import Summary
 from zmqtrain.observe.sums import EventSums
 from zmqtrain.run.ending import Ending
@@ -51,6 +52,7 @@ class RunRecord:
         self._directory, self._view, self._world = directory, view, world
         directory.on_failure = view.note
         self.summary = Summary()
+        self._slowness = Slowness()
         self._sums = EventSums(description.topology.observe.most_single_events)
         self.quiet = False
         """Do not show that roles fail or stop, because the user asked to stop."""
@@ -160,7 +162,12 @@ class RunRecord:
             self.note(f"warning: {peer} is alone from step {line['step']} on: it has no other worker to gossip with")
         if line["kind"] == "warning":
             self._view.note(f"warning: {peer}: {values.get('text')}")
+        if line["kind"] == "slow":
+            self._view.note(str(values["reason"]))
         self._view.event(line, (self._clock or asyncio.get_running_loop().time)())
+
+        for slow in self._slowness.add(peer, line):
+            self.event(slow.peer, {"kind": "slow", "time": line["time"], "step": line["step"], "values": slow.values()})
 
     def _write(self, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:

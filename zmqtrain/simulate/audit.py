@@ -78,9 +78,7 @@ class Auditor:
         elif what == "joined":
             self._ledger.joined(peer, int(cast(int, values["step"])), str(values["source"]))
         elif what == "counted":
-            wrong = self._ledger.counted(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
-            if wrong is not None:
-                self.note(wrong)
+            self._ledger.counted(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
         elif what == "model":
             self._ledger.ended(peer, cast(Any, values["values"]), cast(Sequence[str], values["members"]))
         elif what in ("left", "dropped", "rests"):
@@ -208,7 +206,7 @@ class Auditor:
             for found in self._slots.verdict(profile):
                 self.note(found)
         if not corrupted and self._topology.simulation.payload == "small" and not self._first:
-            for found in self._ledger.wrong():
+            for found in self._ledger.wrong(self._lost):
                 self.note(found)
         if self._lost:
             return  # the remaining properties hold only if no worker was lost

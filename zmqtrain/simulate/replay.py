@@ -6,7 +6,7 @@ knows the run's model, whoever was lost or came back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -24,17 +24,15 @@ class Ledger:
 
     def __init__(self, topology: Topology, placement: Placement) -> None:
         self._topology, self._placement = topology, placement
+        self._stated: dict[int, dict[PeerId, tuple[PeerId, ...]]] = {}
         self._counted: dict[int, tuple[PeerId, ...]] = {}
         self._begun: dict[int, set[PeerId]] = {}
         self._joined: dict[tuple[PeerId, int], PeerId] = {}  # a worker's first step -> whose state it began with
         self._models: dict[PeerId, tuple[Mapping[str, Numbers], Sequence[PeerId]]] = {}
 
-    def counted(self, peer: PeerId, step: int, members: Sequence[PeerId]) -> str | None:
-        """The exchange of ``step`` was over ``members``. Returns what is wrong with that."""
-        known = self._counted.setdefault(step, tuple(members))
-        if known != tuple(members):
-            return f"the exchange of step {step} is over {', '.join(members)} for {peer}, but over {', '.join(known)} for others"
-        return None
+    def counted(self, peer: PeerId, step: int, members: Sequence[PeerId]) -> None:
+        """For ``peer``, the exchange of ``step`` was over ``members``."""
+        self._stated.setdefault(step, {})[peer] = tuple(members)
 
     def began(self, peer: PeerId, step: int) -> None:
         """The worker has begun a step."""
@@ -48,13 +46,45 @@ class Ledger:
         """The run's model is that of these members, and has these parameters."""
         self._models[peer] = values, members
 
-    def wrong(self) -> Iterator[str]:
-        """What is wrong with the models of a run that has ended well."""
+    def wrong(self, lost: Collection[PeerId]) -> Iterator[str]:
+        """What is wrong with a run that has ended well. ``lost``: workers that were lost; the last one may have completed a step by
+        itself that the others gave up."""
+        for step, stated in sorted(self._stated.items()):
+            stayed = {peer: members for peer, members in stated.items() if peer not in lost} or stated
+            first = next(iter(stayed))
+            self._counted[step] = stayed[first]
+            for peer, members in stayed.items():
+                if members != stayed[first]:
+                    yield f"the exchange of step {step} is over {', '.join(members)} for {peer}, but {first} says another set"
+        if not self._topology.elastic:
+            return  # with fixed members nobody states what counts
         exchange = self._topology.exchange
         averaging = exchange.averaging
         at_once = averaging.deltas == "float32" and averaging.fragments == 1 and averaging.overlap_steps == 0
         if exchange.kind == "averaging" and at_once:
             yield from self._wrong_averages()
+        elif exchange.kind == "allreduce":
+            yield from self._wrong_sums(exchange.every_steps(self._topology.compute.groups))
+
+    def _wrong_sums(self, every: int) -> Iterator[str]:
+        run = _Averaged(self._topology, self._placement)
+        first = {peer: [step for (joined, step) in self._joined if joined == peer] for peer in self._placement_peers()}
+        model = run.zeros()
+        for step, members in self._counted.items():
+            shares = [
+                (peer, each)
+                for peer in members
+                for each in range(step - every + 1, step + 1)
+                if each >= max((joined for joined in first[peer] if joined <= step), default=0)
+            ]
+            model -= sum((run.gradients(peer, each) for peer, each in shares), run.zeros()) / len(shares)
+        for peer, (values, _) in self._models.items():
+            found = np.concatenate([values[name] for name in run.layers])
+            if not np.array_equal(found, np.rint(model)):
+                yield f"the run's model of {peer} is {found.tolist()}, but what counted gives {model.tolist()}"
+
+    def _placement_peers(self) -> list[PeerId]:
+        return [worker.peer for worker in self._placement.workers]
 
     def _wrong_averages(self) -> Iterator[str]:
         run, models = _Averaged(self._topology, self._placement), self._models
@@ -95,9 +125,16 @@ class _Averaged:
 
     def train(self, step: int, peers: Sequence[PeerId]) -> None:
         for peer in peers:
-            rank = self._ranks[peer]
-            gradients = [gradient(rank, step, index, numel) for index, numel in self.layers.values()]
-            self._models[peer] -= self._factor * np.concatenate(gradients)
+            self._models[peer] -= self.gradients(peer, step)
+
+    def zeros(self) -> Numbers:
+        """Initial parameters."""
+        return np.zeros(sum(numel for _, numel in self.layers.values()))
+
+    def gradients(self, peer: PeerId, step: int) -> Numbers:
+        """What a worker computes at a step."""
+        parts = [gradient(self._ranks[peer], step, index, numel) for index, numel in self.layers.values()]
+        return self._factor * np.concatenate(parts)
 
     def combine(self, members: Sequence[PeerId]) -> None:
         own = {peer: self._methods[peer].travels(0, self._part(peer)) for peer in members}

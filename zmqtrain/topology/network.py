@@ -35,6 +35,10 @@ class NetworkHost(Section):
     slowdown: float = Field(
         default=1.0, ge=0.001, le=1000, description="Modelled devices of this host take this many times as long for the same work."
     )
+    loading: Latency = Field(
+        default=0.0,
+        description="How long this host takes to load a batch for a modelled device; the next one is loaded during a step.",
+    )
 
 
 class Rack(Section):
@@ -100,6 +104,10 @@ class Network(Section):
     def slowdowns(self) -> dict[str, float]:
         """How many times as long modelled devices take, by host; for hosts that are not named here, the factor is 1."""
         return {name: rule.slowdown for rule in self.hosts for name in expand(rule.name)}
+
+    def loading(self) -> dict[str, float]:
+        """The seconds in which modelled workers' batches are loaded, by host; no time on hosts that are not named here."""
+        return {name: rule.loading for rule in self.hosts for name in expand(rule.name)}
 
 
 def names_in(text: str, hosts: Iterable[str]) -> tuple[str, ...]:

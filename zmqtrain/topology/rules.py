@@ -65,7 +65,7 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
         reason, paths = why
         yield rule(reason, ("job", "elastic"), *paths)
     if job.restarts and not topology.elastic:
-        reason, paths = why or ("elastic is false", ())
+        reason, paths = why or ("it is elastic only with elastic = true", ())
         yield rule(
             f"restarts is for elastic runs; in this run a lost worker ends the run: {reason}",
             ("job", "restarts"),

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from zmqtrain.processors import gpus
 from zmqtrain.topology.compute import Compute
-from zmqtrain.topology.elastic import why_not_elastic
+from zmqtrain.topology.elastic import elastic_by_default
 from zmqtrain.topology.exchange import Bound, ExchangeSection
 from zmqtrain.topology.hosts import Host, Hosts, gathered
 from zmqtrain.topology.job import Job, Until
@@ -130,7 +130,7 @@ class Topology(Section):
     @property
     def elastic(self) -> bool:
         """Whether the run carries on without workers that are lost."""
-        return why_not_elastic(self) is None if self.job.elastic is None else self.job.elastic
+        return elastic_by_default(self) if self.job.elastic is None else self.job.elastic
 
     @property
     def asks_elastic(self) -> bool:

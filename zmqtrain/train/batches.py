@@ -29,7 +29,10 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.shares import Shares, in_step
 from zmqtrain.wire.tensor import TensorPayload
 
-_OTHER_DATA = "resume with the data, and in a run with model servers that may lose workers, as it was written"
+_OTHER_DATA = (
+    "says what these have left to train: resume with the same data, in a run with model servers that may lose workers "
+    "([job] elastic)"
+)
 
 
 class Batches(Protocol):
@@ -132,6 +135,10 @@ class OrderedBatches(_Counted):
             epoch_steps=partition.steps_per_epoch,
         )
 
+    def load_state_dict(self, state: object) -> None:
+        if state is not None:
+            raise CheckpointError(f"the checkpoint was written when workers had been lost, and {_OTHER_DATA}")
+
     async def batch(self, step: int, *, ahead: bool) -> Batch:
         return await self._loader.batch(step, ahead=ahead)
 
@@ -222,7 +229,7 @@ class SlottedBatches(_Counted):
             case {"step": int(step), "first": int(first), "left": [*left]} if all(isinstance(number, int) for number in left):
                 self._members.begin_slots(step, first, left)
             case _:
-                raise CheckpointError(f"the checkpoint has {state!r:.100} as what was left to train: {_OTHER_DATA}")
+                raise CheckpointError(f"the checkpoint holds {state!r:.100} where it {_OTHER_DATA}")
 
     async def close(self, timeout_s: float) -> None:
         await self._loader.close(timeout_s)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -67,6 +69,8 @@ class ModelledWork:
             self._memory.place = self._place
         self._update_s = 0.0
         self._steps = 0
+        self._loading_s = topology.network.loading().get(role.host, 0.0)
+        self._loads_since: float | None = None  # when the loader began with the next batch
         self.callbacks = Callbacks((), role.index)
 
     @property
@@ -130,12 +134,24 @@ class ModelledWork:
         return None
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
+        data_s = await self._load()
         samples = self.shares.samples(step) if self._ring is None else len((await self._ring.block(step)).ids)
-        result = await self._replica.step(step, samples, hand_over=hand_over)
+        result = replace(await self._replica.step(step, samples, hand_over=hand_over), data_s=data_s)
         if self._ring is not None:
             self._ring.used(step)
         self._steps = step + 1
         return result
+
+    async def _load(self) -> float:
+        """Wait for the batch, which was loaded during the previous step. Returns how long."""
+        if not self._loading_s:
+            return 0.0
+        clock = asyncio.get_running_loop().time
+        asked = clock()
+        since = asked if self._loads_since is None else self._loads_since
+        await asyncio.sleep(max(0.0, since + self._loading_s - asked))
+        self._loads_since = clock()
+        return self._loads_since - asked
 
     def after_step(self) -> None:
         return None

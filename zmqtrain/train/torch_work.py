@@ -130,6 +130,11 @@ class TorchWork:
                     "a grid"
                 )
             return TrainStep(self._replica, loss, device, settings, context.recorder)
+        if weighted is not loss and context.topology.elastic and in_step(context.topology):
+            raise UsageError(
+                "the task's loss has class weights or an ignore_index, whose sum is over all workers, so with all-reduce the run "
+                "cannot be elastic: remove [job] elastic"
+            )
         if settings.precision == "float16":
             self._replica.loss_scale = LossScale()
         timeout_s = context.timeouts.barrier_s
@@ -358,6 +363,7 @@ class TorchWork:
             size=(compute.group_size, compute.columns),
             data=data,
             merged=merged,
+            any_first=self._context.topology.elastic,
             members=members,
         )
 

@@ -75,7 +75,7 @@ class Figures:
             self._samples[peer] = {key: value for key, value in values.items() if isinstance(value, int | float)}
         elif kind == "traffic":
             self._traffic[peer] = dict(values.get("sent") or {})
-        elif kind in ("lost", "failed", "halt", "view") or (kind == "join" and values.get("late")):
+        elif kind in ("lost", "failed", "halt", "view", "slow") or (kind == "join" and values.get("late")):
             self._mark(str(kind), peer, step, at, values)
 
     def _add_step(self, peer: str, rank: int, step: int, at: float, values: Mapping[str, Any]) -> None:

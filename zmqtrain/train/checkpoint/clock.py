@@ -1,9 +1,10 @@
-"""Checkpoints by time: at a fixed interval all workers agree on a step that none has passed yet, and write a checkpoint there."""
+"""Checkpoints by time, or when somebody asks: all workers agree on a step that none has passed yet, and keep one there."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from zmqtrain.errors import ConnectivityError
@@ -20,20 +21,23 @@ class CheckpointClock:
     """The coordinator's side. `run` it as a task; it asks the workers only after `begin`."""
 
     def __init__(
-        self, endpoint: Endpoint, workers: Sequence[PeerId], every_s: float, *, timeout_s: float, journal: Journal | None = None
+        self,
+        endpoint: Endpoint,
+        workers: Sequence[PeerId],
+        every_s: float | None,
+        *,
+        timeout_s: float,
+        journal: Journal | None = None,
     ) -> None:
+        """``every_s``: the interval; ``None``: only on request (`ask`)."""
         self._journal = journal
         self._endpoint, self._workers, self._every_s, self._timeout_s = endpoint, workers, every_s, timeout_s
-        self._begun = asyncio.Event()
+        self._begun, self._asked = asyncio.Event(), asyncio.Event()
 
     @classmethod
-    def of(
-        cls, endpoint: Endpoint, topology: Topology, placement: Placement, journal: Journal | None = None
-    ) -> CheckpointClock | None:
-        """The clock of a run; ``None`` if checkpoints are not taken by time. ``journal`` keeps what was decided."""
+    def of(cls, endpoint: Endpoint, topology: Topology, placement: Placement, journal: Journal | None = None) -> CheckpointClock:
+        """The clock of a run. ``journal`` keeps what was decided."""
         every_s = topology.job.checkpoint_s
-        if every_s is None:
-            return None
         workers = tuple(worker.peer for worker in placement.workers)
         return cls(endpoint, workers, every_s, timeout_s=topology.job.timeouts.barrier_s, journal=journal)
 
@@ -41,11 +45,18 @@ class CheckpointClock:
         """A worker that keeps checkpoints has started (scripts and modelled devices keep none)."""
         self._begun.set()
 
+    def ask(self) -> None:
+        """Have a checkpoint written now, or as soon as workers that keep checkpoints have started."""
+        self._asked.set()
+
     async def run(self, complete: Callable[[int], Awaitable[None]]) -> None:
         """Run until training is about to end. ``complete(step)`` waits for a checkpoint: there is one at a time."""
         await self._begun.wait()
         while True:
-            await asyncio.sleep(self._every_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._every_s):
+                    await self._asked.wait()
+            self._asked.clear()
             try:
                 step = await stop_together(
                     self._endpoint, self._workers, timeout_s=self._timeout_s, why="keep", journal=self._journal

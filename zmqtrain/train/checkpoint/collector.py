@@ -79,7 +79,7 @@ class CheckpointCollector:
             patience_s: how long the parts of a checkpoint may take before an event says that it is late.
             members: the workers that are present now, for runs that continue after losses; asked again after each loss.
             model: the folder in which the run's newest model is left.
-            clock: says when a checkpoint is due, if that goes by time.
+            clock: says when a checkpoint is due by time, or because somebody asks.
             journal: keeps which parts are on disk. If it holds some, this collector goes on where another one was ended.
 
         Raises `CheckpointError` if ``resume`` was written by a run of another shape."""
@@ -183,6 +183,11 @@ class CheckpointCollector:
         """The step with which the run continues; 0 if it resumes nothing."""
         return 0 if self._resume is None else self._resume.step
 
+    def ask(self) -> None:
+        """Have a checkpoint written soon, and training go on (`CheckpointClock.ask`)."""
+        if self._clock is not None:
+            self._clock.ask()
+
     async def run(self) -> None:
         """Run until cancelled; incomplete checkpoints are then removed."""
         try:
@@ -199,8 +204,11 @@ class CheckpointCollector:
             self._tasks = None
             self._subscription.close()
             taken_over = self._journal is not None and self._journal.superseded  # then another collector goes on with the files
-            for incoming in () if taken_over else list(self._incoming.values()):
-                self._give_up(incoming, "the run ended before it was complete")
+            for incoming in list(self._incoming.values()):
+                if taken_over:
+                    incoming.leave()
+                else:
+                    self._give_up(incoming, "the run ended before it was complete")
             for future in self._ended.values():
                 if not future.done():
                     future.cancel()

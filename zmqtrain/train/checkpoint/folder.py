@@ -57,6 +57,9 @@ _WIRE = {theirs: ours for ours, theirs in _SAFETENSORS.items() if ours in DTYPES
 _LARGEST_HEADER = 100 << 20
 Listed = Sequence[tuple[str, str, tuple[int, ...]]]
 
+#: The exchanges whose runs continue without lost workers.
+_ELASTIC = ("gossip", "averaging", "model_server")
+
 
 class PartWriter:
     """Writes one part, tensor by tensor, in the listed order."""
@@ -172,10 +175,10 @@ class Checkpoint:
                     f"{self.folder} was written with {_SETTINGS[name]} = {mine!r}, but this run has {getattr(shape, name)!r}: "
                     "restore the old value, or start without --resume"
                 )
-        if self._workers is not None and (shape.kind != "gossip" or shape.group_size > 1):
+        if self._workers is not None and (shape.kind not in _ELASTIC or shape.group_size > 1):
             raise CheckpointError(
-                f"{self.folder} lacks the parts of lost workers, and only gossip among groups of one worker can continue from "
-                "that: use an earlier checkpoint"
+                f"{self.folder} lacks the parts of lost workers, and only gossip, averaging and model servers with groups of one "
+                "worker can continue from that: use an earlier checkpoint"
             )
         for part in self.shape.parts(self._workers):
             self._require_part(part)

@@ -115,9 +115,13 @@ class IncomingCheckpoint:
                 self._writer.add(self._writer.part(name, [], {**sidecar, "step": self.step}).close())
         return self._writer.commit(self._present(there))
 
-    def discard(self) -> None:
+    def leave(self) -> None:
+        """Leave what is on disk to another process."""
         for _, part in self._parts.values():
             part.discard()
+
+    def discard(self) -> None:
+        self.leave()
         self._writer.discard()
 
     def _hear_of_members(self, sidecar: Mapping[str, Any]) -> None:

@@ -58,6 +58,8 @@ class Saver:
     """The worker's position in its data."""
     merged: bool = False
     """Whether this worker has only some layers of the model."""
+    any_first: bool = False
+    """Whether any worker may turn out to be the first one that is there, from which the others take their parameters."""
     members: tuple[int, ...] | None = None
     """The ranks that train, if these may be fewer than the run's workers."""
 
@@ -116,7 +118,7 @@ class Saver:
         tensors = tensors_of(own)
         buffers = dict(replica.model.named_buffers())
         _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, parts.cut(tensors))
-        if self.kind == "allreduce" and (self.rank == 0 or parts.divided):  # workers with the same part get it from this one
+        if self.kind == "allreduce" and (self.rank == 0 or self.any_first or parts.divided):
             others = await self._restore_into(MODEL, _state(replica.model), parts)
             if others:
                 raise CheckpointError(f"the checkpoint's model has {min(others)}, but this model does not: {ANOTHER_MODEL}")
@@ -189,10 +191,29 @@ class Saver:
         added = {name.removeprefix("gradient/"): tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
         replica.memory.go_on_adding_to(added)
 
+    async def _begin_like_served(self, neighbour: int, replica: TorchReplica, exchange: Exchange) -> None:
+        """As `_begin_like`, with servers: a worker's own are only the buffers, and where its data goes on, which all share."""
+        own = await self._fetch(f"worker-{neighbour}")
+        assert own is not None, "the run resumes a checkpoint"
+        buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
+        _fill(own.name, buffers, Parts.of(replica.model).cut(tensors_of(own)))
+        replica.memory.publish()
+        recut = await self._recut(own, replica)
+        with taking_back(own.name):
+            if replica.loss_scale is not None:
+                replica.loss_scale.load(own.sidecar.get("loss_scale"))
+            if recut is not None:
+                recut.load_into(exchange)
+            if self.data is not None:
+                self.data.load_state_dict(own.sidecar.get("data"))
+
     async def _begin_like(self, neighbour: int, replica: TorchReplica, exchange: Exchange) -> None:
         """The checkpoint was written after this worker was lost: begin with a neighbour's state. With gossip the
         parameters are those of the run's model."""
         parts = Parts.of(replica.model)
+        if self.kind == "model_server":
+            await self._begin_like_served(neighbour, replica, exchange)
+            return
         await self._restore_into(MODEL, _state(replica.model), parts)
         into = _parameters(replica) if self.kind == "averaging" else {}
         others = await self._restore_into(self._group_part_of(neighbour), into, parts)
@@ -201,6 +222,11 @@ class Saver:
         replica.memory.publish()
         own = await self._fetch(f"worker-{neighbour}")
         assert own is not None, "the run resumes a checkpoint"
+        if own.sidecar.get("added up") is not None:
+            raise CheckpointError(
+                f"the checkpoint of step {own.step} was written between two exchanges of gradients ([exchange] every), while a "
+                "worker was lost: resume from a checkpoint right after an exchange"
+            )
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))

@@ -13,6 +13,7 @@ With ``small`` the buckets are those of the real model but hold very few numbers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, Protocol
@@ -167,6 +168,8 @@ def gradient_factor(topology: Topology) -> int:
     if exchange.kind == "model_server" and exchange.policy != "sync":
         return 1
     groups = topology.compute.groups
+    if exchange.kind == "allreduce" and topology.elastic:  # the mean may be over fewer
+        return math.lcm(*range(1, groups * exchange.every_steps(groups) + 1))
     return groups * (exchange.every_steps(groups) if exchange.kind == "allreduce" else 1)
 
 
@@ -191,9 +194,11 @@ def expected_parameters(profile: Profile, topology: Topology, steps: int) -> dic
     compute, exchange = topology.compute, topology.exchange
     if exchange.kind == "allreduce":
         steps -= steps % exchange.every_steps(compute.groups)  # steps after the last exchange are never applied
-    ranks = np.arange(compute.workers)
+    ranks, times = np.arange(compute.workers), 1
+    if exchange.kind == "allreduce":
+        times = gradient_factor(topology) // (compute.groups * exchange.every_steps(compute.groups))
     return {
-        layer.name: -_gradients(ranks, np.arange(steps), index, small_numel(layer.numel))
+        layer.name: -times * _gradients(ranks, np.arange(steps), index, small_numel(layer.numel))
         for index, layer in enumerate(profile.layers)
         if layer.numel
     }

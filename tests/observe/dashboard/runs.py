@@ -1,0 +1,33 @@
+"""Run directories for the dashboard's tests, without a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zmqtrain.observe.run_directory import RunDirectory
+
+
+def make_run(parent: Path, name: str = "digits-001", *, steps: int = 5, ended: bool = True) -> Path:
+    """A run of two workers that has a log, some steps and an evaluation."""
+    directory = RunDirectory.create("digits", exact=parent / name)
+    directory.write("topology.toml", '[job]\nname = "digits"\ntask = "task.py"\n[compute]\ngroups = 2\ngroup_size = 1\n')
+    add = directory.event
+    for rank in range(2):
+        add(_event("join", rank, None, 100.0, reason=f"worker/{rank} joined"))
+    for step in range(steps):
+        for rank in range(2):
+            values = {"loss": 1.0 / (1 + step), "seconds": 0.5, "compute_s": 0.1 + 0.2 * rank, "exposed_s": 0.1, "samples": 4}
+            add(_event("step", rank, step, 101.0 + step, lr=0.1, staleness=1.0, **values))
+    add(_event("eval", 0, steps, 101.0 + steps, eval_accuracy=0.75, seconds=0.1))
+    add({**_event("note", 0, None, 102.0 + steps, text="<b>kept</b> & done"), "role": "coordinator", "rank": None})
+    add(_event("traffic", 0, None, 103.0 + steps, sent={"worker/1": 2000}))
+    directory.log("worker/0", "hello\nfrom worker 0\n")
+    directory.close()
+    if ended:
+        directory.write_json("summary.json", {"status": "done", "steps": steps, "samples": 8, "seconds": 9.0, "eval": {}})
+    return directory.path
+
+
+def _event(kind: str, rank: int, step: int | None, time: float, **values: Any) -> dict[str, Any]:
+    return {"time": time, "host": "a", "role": "worker", "rank": rank, "step": step, "kind": kind, "values": values}

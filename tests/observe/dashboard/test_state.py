@@ -1,0 +1,102 @@
+"""What the page shows of a run, from its events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from zmqtrain.observe.dashboard.state import MOST_FEED, RunState
+from zmqtrain.observe.sums import FIRST, SUMS, EventSums
+
+
+def event(kind: str, rank: int | None, step: int | None, time: float, role: str = "worker", **values: Any) -> dict[str, Any]:
+    return {"time": time, "host": f"h{rank}", "role": role, "rank": rank, "step": step, "kind": kind, "values": values}
+
+
+def state_of(*events: dict[str, Any], group_size: int = 1) -> dict[str, Any]:
+    state = RunState(group_size=group_size)
+    for each in events:
+        state.add(each)
+    value: dict[str, Any] = json.loads(json.dumps(state.to_dict()))
+    return value
+
+
+def step(rank: int, number: int, compute: float = 0.1, **values: Any) -> dict[str, Any]:
+    return event("step", rank, number, 100.0 + number, seconds=0.5, compute_s=compute, exposed_s=0.2, samples=4, **values)
+
+
+def test_curves_of_losses_groups_and_parts_of_steps() -> None:
+    state = state_of(*(step(rank, 0, loss=float(rank), lr=0.1) for rank in range(4)), group_size=2)
+    assert state["loss"]["value"] == [1.5]
+    assert {group: curve["value"] for group, curve in state["group_loss"].items()} == {"0": [0.5], "1": [2.5]}
+    assert state["lr"]["value"] == [0.1]
+    assert {name: curve["value"] for name, curve in state["split"].items()} == {"compute": [0.1], "exposed": [0.2], "other": [0.2]}
+    assert state["workers"][3]["group"] == 1
+    assert state["workers"][3]["samples_per_s"] == 8.0
+
+
+def test_lines_that_stand_for_many_steps() -> None:
+    sums = EventSums(0)
+    for number in range(FIRST + 10):
+        values = {"loss": float(number), "seconds": 0.5, "compute_s": 0.1, "exposed_s": 0.2, "samples": 4, "staleness": 1.0}
+        sums.add(event("step", 0, number, 100.0 + number / 1000, **values))
+    lines = [line for line in sums.rest() if line["kind"] == SUMS]
+    assert [line["values"]["count"] for line in lines] == [10], "the first have lines of their own"
+    state = state_of(*lines)
+    assert (state["loss"]["step"], state["loss"]["value"]) == ([FIRST + 4.5], [FIRST + 4.5])
+    assert {name: curve["value"] for name, curve in state["split"].items()} == {"compute": [0.1], "exposed": [0.2], "other": [0.2]}
+    (worker,) = state["workers"]
+    assert (worker["step"], worker["loss"]) == (FIRST + 9, FIRST + 9.0)
+    assert (worker["means"]["compute"], worker["means"]["samples"]) == (0.1, 4.0)
+    assert state["staleness"] == {"counts": [[1, 10]], "by": "workers"}
+
+
+@pytest.mark.parametrize(("compute", "found"), [((0.1, 0.1, 0.1, 0.3), "worker/3"), ((0.1, 0.1, 0.1, 0.11), None)])
+def test_the_straggler_has_a_name(compute: tuple[float, ...], found: str | None) -> None:
+    state = state_of(*(step(rank, number, compute[rank]) for number in range(5) for rank in range(4)))
+    assert (state["straggler"] and state["straggler"]["peer"]) == found
+
+
+def test_members_come_and_go() -> None:
+    state = state_of(
+        event("join", 0, None, 1.0, reason="worker/0 joined"),
+        event("join", 1, None, 1.0, reason="worker/1 joined"),
+        event("lost", 1, None, 2.0, reason="no heartbeat for 30 s"),
+        event("exit", 1, None, 3.0, reason="worker/1 exited with code -9"),
+        {**event("leave", None, None, 4.0, role="agent", reason="agent/a left"), "values": {"peer": "agent/a", "reason": "left"}},
+    )
+    assert [(member["peer"], member["state"], member["reason"]) for member in state["members"]] == [
+        ("worker/0", "there", ""),
+        ("worker/1", "lost", "no heartbeat for 30 s"),
+        ("agent/a", "left", ""),
+    ]
+
+
+def test_servers_staleness_goes_before_the_workers_and_traffic_is_a_matrix() -> None:
+    state = state_of(
+        step(0, 0, staleness=3.0),
+        event("server", 0, None, 5.0, role="server", staleness={"0": 2, "1": 1}),
+        event("links", 0, None, 5.0, sent={"server/0": [4, 0.1]}),
+        event("links", 1, None, 5.0, sent={"server/0": [3, 0.1]}),
+        event("traffic", 0, None, 6.0, sent={"server/0": 10, "coordinator": 1}),
+    )
+    assert state["staleness"] == {"counts": [[0, 2], [1, 1]], "by": "servers"}
+    assert state["traffic"] == {
+        "rows": ["worker/0", "worker/1"], "peers": ["server/0", "coordinator"], "bytes": [[10, 1], [3, 0]],
+    }  # fmt: skip
+
+
+def test_the_feed_is_bounded_and_goes_on_where_a_reader_was() -> None:
+    state = RunState()
+    for number in range(MOST_FEED + 5):
+        state.add(event("note", None, None, float(number), role="coordinator", text=f"line {number}"))
+    assert len(state.feed()) == MOST_FEED
+    assert [item["text"] for item in state.feed(after=MOST_FEED + 3)] == [f"line {MOST_FEED + 3}", f"line {MOST_FEED + 4}"]
+    assert state.feed(after=MOST_FEED + 5) == []
+
+
+def test_numbers_that_json_does_not_have_are_left_out_of_curves() -> None:
+    state = state_of(step(0, 0, loss="NaN"), step(0, 1, loss=1.0))
+    assert (state["loss"]["step"], state["workers"][0]["loss"]) == ([1], 1.0)

@@ -1,0 +1,273 @@
+"""Sums of gradients over workers of which some may be lost: a step's sums count on all survivors, or on none.
+
+Nothing is asked and nothing is acknowledged while nobody is lost: a complete sum of the next step proves that all members have
+completed this one. Until then each worker keeps what it had (its gradients, until all sums of the step are there) and what it has
+got (the sums of the last complete step). When the members change, they agree (`zmqtrain.exchange.elastic.ElasticMembers`) on the
+newest step that any of them has completed, and complete nothing in the meantime::
+
+    a survivor lacks that step                    it gets the sums from one that has them: the lost worker's gradients count
+    nobody has completed the step under way       its sums are computed anew from the survivors' gradients
+
+Sums are divided by the number of batches in them, so the result is the mean over the samples that were trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import all_reduce, broadcast
+from zmqtrain.errors import PeerLostError
+from zmqtrain.events import Recorder
+from zmqtrain.exchange.arithmetic import Arithmetic
+from zmqtrain.exchange.base import Bucket, Replica
+from zmqtrain.exchange.elastic import Decision, ElasticMembers
+from zmqtrain.exchange.members import group_of
+from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.topology.timeouts import Timeouts
+from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.tensor import TensorPayload
+
+
+@dataclass(slots=True)
+class _Step:
+    """The sums of one step."""
+
+    step: int
+    group: Group
+    members: tuple[PeerId, ...]
+    buckets: dict[int, Bucket] = field(default_factory=dict)
+    """Those that were handed over."""
+    sums: dict[int, Payload] = field(default_factory=dict)
+    """The sums, being computed or complete; already divided if complete."""
+    complete: set[int] = field(default_factory=set)
+    attempts: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    shares: asyncio.Future[float] | None = None
+    """How many batches of one worker the sums are over."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ElasticSums:
+    """Implements `zmqtrain.exchange.sums.Sums`, and `zmqtrain.exchange.elastic.Commits` for the members."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        members: ElasticMembers,
+        group: Group,
+        *,
+        every: int,
+        timeouts: Timeouts,
+        recorder: Recorder,
+    ) -> None:
+        """``group``: all workers that the run can have. ``every``: steps whose gradients are added up before they are summed."""
+        self.group = group
+        self._endpoint, self._members, self._every = endpoint, members, every
+        self._timeouts, self._recorder = timeouts, recorder
+        self._arithmetic = Arithmetic("zmqtrain-sums")
+        self._buckets = 0
+        self._now: _Step | None = None  # the newest step of which a bucket was handed over
+        self._last: _Step | None = None  # the newest complete step
+        self._kept: list[dict[int, Payload]] = [{}, {}]  # memory of sums, of two steps in turn
+        self._turn = 0
+        self._newest = -1
+        self._holds = self._released = 0  # nothing is completed while they differ
+        self._living: Mapping[PeerId, int] | None = None  # as of the last decision
+        self._groups: dict[str, Group] = {}
+        self._decisions: asyncio.Queue[tuple[Decision, int]] = asyncio.Queue()
+        self._worker: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+        members.commit_with(self)
+
+    async def start(self, replica: Replica) -> None:
+        self._buckets = len(replica.buckets)
+        self._worker = asyncio.get_running_loop().create_task(self._decide(), name="decide about sums")
+
+    async def sum(self, bucket: Bucket, tag: Tag) -> None:
+        step, now = int(tag[1]), self._now
+        if self._error is not None:
+            raise self._error
+        if now is None or now.step != step:
+            assert now is None or now.done.is_set(), f"step {step} begins before the sums of {now.step} are complete"
+            now = self._now = self._step(step)
+            self._turn = 1 - self._turn
+        now.buckets[bucket.index] = bucket
+        self._attempt(now, bucket)
+        await now.done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def abort(self, error: BaseException) -> None:
+        self._fail(error)
+
+    async def stop(self) -> None:
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.wait({self._worker})
+        if self._now is not None:
+            await _cancelled(self._now)
+        self._arithmetic.close()
+
+    # Called by the members, while they agree.
+
+    def hold(self) -> int:
+        """Complete no step until `decide`. Returns the newest that is complete here."""
+        self._holds += 1
+        return self._newest
+
+    def decide(self, decision: Decision) -> None:
+        """All that take part have the same decision."""
+        self._decisions.put_nowait((decision, self._holds))
+
+    # An attempt.
+
+    def _step(self, step: int) -> _Step:
+        members, group = self._group_at(step)
+        return _Step(step, group, members)
+
+    def _group_at(self, step: int) -> tuple[tuple[PeerId, ...], Group]:
+        """Those of the planned members that the last decision has left."""
+        planned = {peer: self._members.incarnation(peer, step) for peer in self._members.at(step)}
+        living = self._living
+        members = tuple(peer for peer, process in planned.items() if living is None or living.get(peer) == process)
+        name = f"sums/{self._members.since(step)}/{len(planned) - len(members)}"
+        if name not in self._groups:
+            self._groups[name] = group_of(self._endpoint, members, name, self._timeouts.barrier_s)
+        return members, self._groups[name]
+
+    def _attempt(self, now: _Step, bucket: Bucket) -> None:
+        attempt = self._sum(now, now.group, bucket)
+        task = asyncio.get_running_loop().create_task(attempt, name=f"sum of bucket {bucket.index} in step {now.step}")
+        now.attempts[bucket.index] = task
+
+    async def _sum(self, now: _Step, group: Group, bucket: Bucket) -> None:
+        index, memory = bucket.index, self._kept[self._turn]
+        if index not in memory:
+            memory[index] = bucket.gradients.empty_like()
+        work = now.sums[index] = memory[index]
+        try:
+            await self._arithmetic.do(partial(work.copy_, bucket.gradients), work)
+            await all_reduce(group, work, ("gradients", now.step, index), priority=index)
+            if now.shares is None:
+                now.shares = asyncio.ensure_future(self._shares(now, group))
+            shares = await asyncio.shield(now.shares)
+            await self._arithmetic.do(partial(work.scale_, 1.0 / shares), work)
+        except PeerLostError as error:
+            await asyncio.sleep(self._timeouts.lost_s + self._timeouts.request_s)  # a decision cancels this
+            self._fail(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - passed to all that wait
+            self._fail(error)
+        else:
+            now.complete.add(index)
+            await self._maybe_complete(now)
+
+    async def _shares(self, now: _Step, group: Group) -> float:
+        """How many batches of one worker the sum is over. A worker that joined in the middle of a window has fewer than others, and
+        only itself knows how many."""
+        if self._every == 1:
+            return float(group.size)
+        own = TensorPayload.empty(1, "float64")
+        own.numpy()[0] = sum(map(self._members.took_part, range(max(0, now.step - self._every + 1), now.step + 1)))
+        await all_reduce(group, own, ("shares", now.step))
+        return float(own.numpy()[0])
+
+    async def _maybe_complete(self, now: _Step) -> None:
+        """If all sums of the step are there, they count, unless the members are about to decide otherwise."""
+        if self._holds != self._released or now.done.is_set() or len(now.complete) < self._buckets:
+            return
+        self._recorder.audit("counted", step=now.step, members=list(now.members))
+        await self._complete(now)
+
+    async def _complete(self, now: _Step) -> None:
+        self._newest, self._last = now.step, now
+        for index, bucket in now.buckets.items():
+            await self._arithmetic.do(partial(bucket.gradients.copy_, now.sums[index]), bucket.gradients)
+        now.done.set()
+
+    # A decision.
+
+    async def _decide(self) -> None:
+        try:
+            while True:
+                decision, hold = await self._decisions.get()
+                if hold == self._holds:  # otherwise another decision follows
+                    await self._carry_out(decision, hold)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - passed to all that wait
+            self._fail(error)
+
+    async def _carry_out(self, decision: Decision, hold: int) -> None:
+        self._living = decision.living
+        if decision.lack and not await self._share(decision, hold):
+            return  # the next decision says what happens
+        if hold != self._holds:
+            return
+        self._released = hold
+        now = self._now
+        if now is None or now.step <= self._newest:
+            return
+        members, group = self._group_at(now.step)
+        if members == now.members:
+            await self._maybe_complete(now)
+            return
+        await self._take_back(now)
+        now.members, now.group = members, group
+        for bucket in now.buckets.values():
+            self._attempt(now, bucket)
+
+    async def _take_back(self, now: _Step) -> None:
+        await _cancelled(now)
+        now.attempts.clear()
+        now.shares = None
+        now.complete.clear()
+
+    async def _share(self, decision: Decision, hold: int) -> bool:
+        """One that has completed the newest step gives its sums to those that have not. Returns whether this worker has them, or
+        has no part in that step."""
+        step = decision.newest
+        members, _ = self._group_at(step)
+        if not self._members.took_part(step):
+            return True
+        has = self._newest >= step
+        owner = self._last if has else self._now
+        assert owner is not None
+        assert owner.step == step, f"this worker has no sums of step {step}"
+        group = group_of(self._endpoint, members, f"sums/shared/{decision.version}", self._timeouts.barrier_s)
+        if not has:
+            await self._take_back(owner)
+        try:
+            for index in sorted(owner.sums):
+                tag = ("sums", step, index)
+                await broadcast(group, owner.sums[index], tag, root=members.index(decision.holder))
+        except PeerLostError:
+            return False
+        if not has:
+            if hold != self._holds:  # this worker has said meanwhile that it lacks them
+                return False
+            await self._complete(owner)
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        if self._now is not None:
+            self._now.done.set()
+
+
+async def _cancelled(now: _Step) -> None:
+    """Abandon the sums of a step."""
+    tasks: list[asyncio.Future[Any]] = [*now.attempts.values(), *([] if now.shares is None else [now.shares])]
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # nothing waits for it any more

@@ -1,0 +1,367 @@
+// The page of `zmqtrain dashboard`: shows what the server sends about one run, or about two.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const COLORS = Array.from({ length: 8 }, (_, index) => `--s${index}`);
+const MOST_FEED = 1000;
+const page = { run: "", other: "", state: null, compared: null, feed: [], source: null, log: null, runs: [] };
+
+// Elements ------------------------------------------------------------------------------------------------------------------
+
+function make(tag, text, className) {
+  const element = document.createElement(tag);
+  if (text !== undefined) element.textContent = text;
+  if (className) element.className = className;
+  return element;
+}
+
+function row(cells, heading = false) {
+  const line = document.createElement("tr");
+  cells.forEach((cell, index) => {
+    const at = make(heading && index === 0 ? "th" : "td");
+    if (heading && index === 0) at.scope = "row";
+    if (cell instanceof Node) at.append(cell);
+    else if (Array.isArray(cell)) {
+      at.textContent = cell[0];
+      at.className = cell[1];
+    } else at.textContent = cell ?? "";
+    line.append(at);
+  });
+  return line;
+}
+
+function options(select, values, first) {
+  const wanted = JSON.stringify(values);
+  if (select.dataset.values === wanted) return;
+  select.dataset.values = wanted;
+  const chosen = select.value;
+  select.replaceChildren(...(first === undefined ? [] : [new Option(first, "")]), ...values.map(([value, text]) => new Option(text, value)));
+  if (values.some(([value]) => value === chosen)) select.value = chosen;
+}
+
+const counted = (number, what, more = "") => `${number} ${what}${number === 1 ? "" : "s"}${more}`;
+
+const bytes = (value) => {
+  const units = ["B", "KB", "MB", "GB", "TB"];
+  let unit = 0;
+  while (value >= 1000 && unit < units.length - 1) { value /= 1000; unit += 1; }
+  return `${Number(value.toPrecision(3))} ${units[unit]}`;
+};
+
+async function get(path) {
+  const answer = await fetch(path, { headers: { accept: "application/json" } });
+  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+  return answer.json();
+}
+
+const api = (run) => `/api/runs/${encodeURIComponent(run)}`;
+
+// Runs ----------------------------------------------------------------------------------------------------------------------
+
+async function lookForRuns() {
+  try {
+    page.runs = await get("/api/runs");
+  } catch {
+    $("said").textContent = "The dashboard's server does not answer. It may have been stopped.";
+    return;
+  }
+  if ($("said").textContent.startsWith("The dashboard's server")) $("said").textContent = "";
+  const names = page.runs.map((run) => [run.name, `${run.name} (${run.status})`]);
+  options($("run"), names);
+  options($("other"), names, "no other run");
+  if (!page.run && names.length) show(new URLSearchParams(location.hash.slice(1)).get("run") || names[0][0]);
+}
+
+function show(run) {
+  if (!page.runs.some((each) => each.name === run)) run = page.runs[0].name;
+  page.run = run;
+  $("run").value = run;
+  remember();
+  page.source?.close();
+  Object.assign(page, { state: null, feed: [], log: null });
+  forgetCharts();
+  $("feed").tBodies[0].replaceChildren();
+  follow();
+}
+
+function follow() {
+  const source = new EventSource(`${api(page.run)}/stream?after=${page.feed.at(-1)?.n ?? 0}`);
+  page.source = source;
+  source.addEventListener("state", (message) => {
+    page.state = JSON.parse(message.data);
+    render();
+  });
+  source.addEventListener("feed", (message) => {
+    const item = JSON.parse(message.data);
+    if (item.n <= (page.feed.at(-1)?.n ?? 0)) return;
+    page.feed.push(item);
+    if (page.feed.length > MOST_FEED) page.feed.shift();
+  });
+  source.addEventListener("end", () => source.close());
+}
+
+function remember() {
+  const wanted = new URLSearchParams({ run: page.run, ...(page.other ? { other: page.other } : {}) });
+  history.replaceState(null, "", `#${wanted}`);
+}
+
+async function compare() {
+  page.compared = page.other ? await get(api(page.other)).catch(() => null) : null;
+  if (page.compared?.reading) setTimeout(compare, 500);
+  if (page.state) render();
+}
+
+// What is shown -------------------------------------------------------------------------------------------------------------
+
+function render() {
+  const { state } = page;
+  const running = state.status.status === "running";
+  $("title").textContent = state.name;
+  document.title = `${state.name} · zmqtrain`;
+  $("status").textContent = state.status.status;
+  $("status").className = `badge ${state.status.status}`;
+  const named = state.hosts.slice(0, 6).join(", ") + (state.hosts.length > 6 ? ", …" : "");
+  const shape = [counted(state.groups, "group", ` of ${counted(state.group_size, "worker")}`), state.exchange, counted(state.hosts.length, "host", `: ${named}`)];
+  if (state.reading) shape.push("still reading its events");
+  if (state.broken) shape.push(`${state.broken} line(s) of its events cannot be read`);
+  $("about").textContent = shape.filter(Boolean).join(" · ");
+  $("stop").disabled = !running;
+  $("checkpoint").disabled = !running;
+  numbers(state);
+  const slow = state.straggler;
+  $("straggler").hidden = !slow;
+  if (slow) $("straggler").textContent = `Straggler: ${slow.peer} on ${slow.host} takes ${duration(slow.seconds)} for its own part of a step, ${(slow.seconds / slow.others).toFixed(1)} times the others' ${duration(slow.others)}.`;
+  const gone = state.members.filter((member) => member.state === "lost" || member.state === "failed");
+  $("gone").hidden = !gone.length;
+  $("gone").textContent = gone.map((member) => `${member.peer} ${member.state}: ${member.reason}`).join(" · ");
+  curves(state, page.compared);
+  workers(state);
+  members(state);
+  staleness(state);
+  traffic(state);
+  filters(state);
+  feed();
+}
+
+function numbers(state) {
+  const last = (curve) => curve.value.at(-1);
+  const steps = state.workers.map((worker) => worker.step + 1);
+  const rate = state.workers.reduce((sum, worker) => sum + worker.samples_per_s, 0);
+  const step = steps.length ? (Math.min(...steps) === Math.max(...steps) ? brief(steps[0]) : `${brief(Math.min(...steps))}..${brief(Math.max(...steps))}`) : "–";
+  const shown = [
+    ["Step", state.planned && steps.length ? `${step} of ${brief(state.planned)}` : step],
+    ["Loss", brief(last(state.loss))],
+    ...Object.entries(state.eval).slice(0, 3).map(([name, curve]) => [`Evaluation: ${name}`, brief(last(curve))]),
+    ["Samples/s, newest steps", brief(rate)],
+    ["Exposed communication", share(state, "exposed")],
+    ["Learning rate", brief(last(state.lr))],
+    ["Time", state.start === null ? "–" : duration(state.newest - state.start)],
+    ["Newest checkpoint", state.checkpoints.newest === null ? "none" : `step ${brief(state.checkpoints.newest)}`],
+    ...(state.checkpoints.failed ? [["Checkpoints that failed", String(state.checkpoints.failed)]] : []),
+  ];
+  $("numbers").replaceChildren(...shown.map(([name, value]) => {
+    const box = make("div");
+    box.append(make("dt", name), make("dd", value));
+    return box;
+  }));
+}
+
+function share(state, part) {
+  const total = (name) => state.workers.reduce((sum, worker) => sum + (worker.means[name] ?? 0), 0);
+  const all = total("compute") + total("exposed") + total("other");
+  return all ? `${Math.round((100 * total(part)) / all)} %` : "–";
+}
+
+function curves(state, other) {
+  const axis = $("axis").value;
+  const beside = (name, curve, color) => (other && curve ? [{ label: `${name}, ${other.name}`, curve, color, dashed: true }] : []);
+  const groups = Object.entries(state.group_loss).map(([group, curve], index) => ({ label: `group ${group}`, curve, color: COLORS[(index + 1) % 8], thin: true }));
+  draw("loss", [{ label: "mean", curve: state.loss, color: COLORS[0] }, ...(other ? [] : groups), ...beside("mean", other?.loss, COLORS[1])], axis);
+  const metrics = Object.keys(state.eval);
+  draw("eval", metrics.flatMap((name, index) => [
+    { label: name, curve: state.eval[name], color: COLORS[index % 8] },
+    ...beside(name, other?.eval[name], COLORS[index % 8]),
+  ]), axis);
+  draw("lr", [{ label: "learning rate", curve: state.lr, color: COLORS[0] }, ...beside("learning rate", other?.lr, COLORS[1])], axis);
+  const parts = [["compute", "compute", "--compute"], ["exposed", "exposed", "--exposed"], ["other", "other waits", "--wait"]];
+  draw("split", parts.flatMap(([name, label, color]) => [
+    { label, curve: state.split[name], color },
+    ...beside(label, other?.split[name], color),
+  ]), axis, duration);
+}
+
+function bar(parts, whole, text) {
+  const box = make("div", undefined, "bar");
+  box.setAttribute("role", "img");
+  box.setAttribute("aria-label", text);
+  box.title = text;
+  for (const [className, value] of parts) {
+    const part = make("span", undefined, className);
+    part.style.width = `${whole ? (100 * value) / whole : 0}%`;
+    box.append(part);
+  }
+  return box;
+}
+
+const HEALTH = { there: "in the run", left: "has left", lost: "lost", failed: "failed", ended: "has ended" };
+
+function health(state, peer, at) {
+  const member = state.members.find((each) => each.peer === peer);
+  const quiet = state.status.status === "running" && at !== undefined ? state.newest - state.start - at : 0;
+  let text = member ? HEALTH[member.state] : "";
+  if (member?.lost && member.state === "there") text += `, was lost ${member.lost} time(s)`;
+  if (member?.state === "there" && quiet > 10) text += `, no step for ${duration(quiet)}`;
+  if (state.straggler?.peer === peer) text += ", straggler";
+  return [text, `nowrap ${member?.state ?? ""}`];
+}
+
+function workers(state) {
+  const longest = Math.max(...state.workers.map((worker) => total(worker)), 0);
+  $("workers").replaceChildren(...state.workers.map((worker) => {
+    const { compute = 0, exposed = 0, other = 0 } = worker.means;
+    const text = `compute ${duration(compute)}, exposed communication ${duration(exposed)}, other waits ${duration(other)}`;
+    return row([
+      worker.peer, worker.host, String(worker.group), health(state, worker.peer, worker.at), [brief(worker.step), "number"],
+      [brief(worker.loss), "number"], [brief(worker.samples_per_s), "number"], [duration(total(worker)), "number nowrap"],
+      bar([["compute", compute], ["exposed", exposed], ["wait", other]], longest, text),
+    ], true);
+  }));
+}
+
+const total = (worker) => (worker.means.compute ?? 0) + (worker.means.exposed ?? 0) + (worker.means.other ?? 0);
+
+function members(state) {
+  const shown = new Set(state.workers.map((worker) => worker.peer));
+  const others = state.members.filter((member) => !shown.has(member.peer));
+  $("members").replaceChildren(...others.map((member) => row([member.peer, member.host, [HEALTH[member.state], `nowrap ${member.state}`], member.reason], true)));
+}
+
+function staleness(state) {
+  const { counts, by } = state.staleness;
+  const all = counts.reduce((sum, [, count]) => sum + count, 0);
+  const mean = all ? counts.reduce((sum, [value, count]) => sum + value * count, 0) / all : 0;
+  $("stale-by").textContent = all ? `Updates between a worker's read and its write, as ${by} counted them: ${mean.toFixed(2)} in the mean.` : "Nothing is stale: no asynchronous reads have been counted.";
+  const most = Math.max(...counts.map(([, count]) => count), 1);
+  const rows = counts.length > 24 ? counts.slice(0, 24) : counts;
+  $("staleness").replaceChildren(...rows.map(([value, count]) => {
+    const line = make("div", undefined, "count");
+    line.append(make("span", String(value), "number"), bar([["compute", count]], most, `${count} reads with staleness ${value}`), make("span", `${brief(count)} (${Math.round((100 * count) / all)} %)`));
+    return line;
+  }), ...(counts.length > rows.length ? [make("p", `and ${counts.length - rows.length} larger values`, "quiet")] : []));
+}
+
+function traffic(state) {
+  const matrix = state.traffic;
+  $("traffic").hidden = !matrix;
+  $("traffic-none").textContent = matrix ? "Bytes from each member (row) to each (column): of large messages while it is in the run, and of everything once it has left." : "Nothing has been reported yet.";
+  if (!matrix) return;
+  const head = make("tr");
+  head.append(...["from", ...matrix.peers].map((name) => Object.assign(make("th", name), { scope: "col" })));
+  $("traffic").tHead.replaceChildren(head);
+  const most = Math.max(...matrix.bytes.flat(), 1);
+  $("traffic").tBodies[0].replaceChildren(...matrix.rows.map((name, index) => {
+    const line = row([name, ...matrix.bytes[index].map((value) => (value ? bytes(value) : "·"))], true);
+    [...line.cells].slice(1).forEach((cell, column) => {
+      const weight = Math.round(55 * Math.sqrt(matrix.bytes[index][column] / most));
+      cell.style.background = `color-mix(in srgb, var(--compute) ${weight}%, transparent)`;
+    });
+    return line;
+  }));
+}
+
+// Events and logs -----------------------------------------------------------------------------------------------------------
+
+function filters(state) {
+  options($("source"), state.logs.map((role) => [role, `log of ${role}`]), "events");
+  const sorted = (values) => [...new Set(values)].sort().map((value) => [value, value]);
+  options($("kind"), sorted(page.feed.map((item) => item.kind)), "all");
+  options($("peer"), sorted(page.feed.map((item) => item.peer)), "all");
+}
+
+function feed() {
+  const role = $("source").value;
+  const text = $("text").value.toLowerCase();
+  $("feed").hidden = Boolean(role);
+  $("log").hidden = !role;
+  $("kind").disabled = $("peer").disabled = Boolean(role);
+  if (role) {
+    followLog(role);
+    return;
+  }
+  page.log = null;
+  const shown = page.feed.filter((item) => (!$("kind").value || item.kind === $("kind").value) && (!$("peer").value || item.peer === $("peer").value)
+    && (!text || item.text.toLowerCase().includes(text)));
+  $("feed").tBodies[0].replaceChildren(...shown.slice(-300).reverse().map((item) => {
+    const time = item.time > 1e9 ? new Date(1e3 * item.time).toLocaleTimeString() : duration(item.time);
+    const line = row([time, [item.kind, "nowrap"], [item.peer, "nowrap"], [item.step === null ? "" : String(item.step), "number"], item.text]);
+    if (item.alarm) line.className = "alarm";
+    return line;
+  }));
+}
+
+async function followLog(role) {
+  if (page.log?.role !== role) page.log = { role, next: "", text: "", busy: false };
+  const log = page.log;
+  if (!log.busy) {
+    log.busy = true;
+    const more = await get(`${api(page.run)}/logs/${role}?from=${log.next}`).catch(() => null);
+    log.busy = false;
+    if (more) {
+      log.next = more.next;
+      log.text = (log.text + more.text).slice(-400000);
+    }
+  }
+  if (page.log !== log) return;
+  const wanted = $("text").value.toLowerCase();
+  const box = $("feed-scroll");
+  const atEnd = box.scrollTop + box.clientHeight > box.scrollHeight - 20;
+  const lines = wanted ? log.text.split("\n").filter((line) => line.toLowerCase().includes(wanted)) : [log.text];
+  $("log").textContent = lines.join("\n") || "nothing";
+  if (atEnd) box.scrollTop = box.scrollHeight;
+}
+
+// Buttons -------------------------------------------------------------------------------------------------------------------
+
+async function act(action) {
+  $("said").textContent = "…";
+  try {
+    const answer = await fetch(`${api(page.run)}/${action}`, { method: "POST" });
+    const told = await answer.json();
+    $("said").textContent = told.said ?? told.error;
+  } catch (error) {
+    $("said").textContent = `The server could not be asked: ${error.message}`;
+  }
+}
+
+$("run").addEventListener("change", () => show($("run").value));
+$("other").addEventListener("change", () => {
+  page.other = $("other").value;
+  remember();
+  compare();
+});
+for (const id of ["axis"]) $(id).addEventListener("change", () => page.state && render());
+for (const id of ["source", "kind", "peer", "text"]) $(id).addEventListener("input", () => page.state && feed());
+$("checkpoint").addEventListener("click", () => act("checkpoint"));
+$("stop").addEventListener("click", () => $("sure").showModal());
+$("no").addEventListener("click", () => $("sure").close());
+$("yes").addEventListener("click", () => {
+  $("sure").close();
+  act("stop");
+});
+window.addEventListener("resize", resizeCharts);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  forgetCharts();
+  if (page.state) render();
+});
+setInterval(lookForRuns, 5000);
+setInterval(() => {
+  if (page.other) compare();
+  if (page.state && $("source").value) feed();
+}, 3000);
+page.other = new URLSearchParams(location.hash.slice(1)).get("other") || "";
+lookForRuns().then(() => {
+  if (page.other) {
+    $("other").value = page.other;
+    compare();
+  }
+});
