@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from zmqtrain.c10d.servers import ModelServers
     from zmqtrain.embed.own_run import OwnRun, open_run, run_role
     from zmqtrain.embed.session import AsyncSession, Session, join, session
-    from zmqtrain.errors import RunStopped, ZmqTrainError
+    from zmqtrain.errors import RunFailedError, RunStopped, ZmqTrainError
+    from zmqtrain.launcher.program.run import LaunchedRun, launch
     from zmqtrain.parallel.network import NetworkFabric
     from zmqtrain.parallel.placed.model import parallelize
     from zmqtrain.parallel.verify import verify
@@ -34,9 +35,11 @@ __all__ = [
     "Averaging",
     "Callback",
     "Gossip",
+    "LaunchedRun",
     "ModelServers",
     "NetworkFabric",
     "OwnRun",
+    "RunFailedError",
     "RunStopped",
     "Session",
     "StepDone",
@@ -46,6 +49,7 @@ __all__ = [
     "__version__",
     "ddp_comm_hook",
     "join",
+    "launch",
     "load_topology",
     "open_run",
     "parallelize",
@@ -60,9 +64,11 @@ _HOME = {
     "Averaging": "zmqtrain.c10d.averaging",
     "Callback": "zmqtrain.train.callback",
     "Gossip": "zmqtrain.c10d.hook",
+    "LaunchedRun": "zmqtrain.launcher.program.run",
     "ModelServers": "zmqtrain.c10d.servers",
     "NetworkFabric": "zmqtrain.parallel.network",
     "OwnRun": "zmqtrain.embed.own_run",
+    "RunFailedError": "zmqtrain.errors",
     "RunStopped": "zmqtrain.errors",
     "Session": "zmqtrain.embed.session",
     "StepDone": "zmqtrain.train.callback",
@@ -71,6 +77,7 @@ _HOME = {
     "ZmqTrainError": "zmqtrain.errors",
     "ddp_comm_hook": "zmqtrain.c10d.hook",
     "join": "zmqtrain.embed.session",
+    "launch": "zmqtrain.launcher.program.run",
     "load_topology": "zmqtrain.topology.load",
     "open_run": "zmqtrain.embed.own_run",
     "parallelize": "zmqtrain.parallel.placed.model",

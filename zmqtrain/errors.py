@@ -22,6 +22,7 @@ The tree is drawn by what a caller can do about an error::
     ├── JournalError               a run cannot be taken over                  exit 74
     ├── RunDirectoryError          the run directory cannot be written         exit 72
     ├── EngineError                an engine's own code failed                 exit 71
+    ├── RunFailedError             a run that a program has launched failed    that of the run
     ├── SimulationError            a simulated run cannot go on                exit 68
     │   ├── DeadlockError          all processes wait, and nothing is scheduled
     │   ├── TimeLimitError         more virtual time than the job allows
@@ -42,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 Verdict = Literal["user code", "topology", "network", "host lost", "internal", "interrupted"]
 
@@ -53,8 +54,8 @@ MOST_WAITS = 16
 class ZmqTrainError(Exception):
     """Root of all errors raised by zmqtrain; ``str(error)`` says what, where and what to do."""
 
-    exit_code: ClassVar[int] = 64
-    verdict: ClassVar[Verdict] = "internal"
+    exit_code: int = 64
+    verdict: Verdict = "internal"
     #: True where this error only follows from another process's failure, which is then the one to show.
     consequence: ClassVar[bool] = False
 
@@ -249,6 +250,24 @@ class EngineError(ZmqTrainError):
     verdict = "user code"
 
 
+class RunFailedError(ZmqTrainError):
+    """A run that this program has launched (`zmqtrain.launch`) has failed, or was ended by somebody else.
+
+    ``verdict`` and ``exit_code`` are the run's.
+    """
+
+    def __init__(self, report: Mapping[str, Any], folder: object) -> None:
+        """``report``: what ``error.json`` says of the first failure, or as much of it as is known. ``folder``: the run's."""
+        self.report, self.folder = dict(report), folder
+        self.verdict, self.exit_code = report["verdict"], int(report["exit_code"])
+        shown = f"{str(report['shown']).rstrip()}\n\n" if report.get("shown") else ""
+        peer = f"{report['peer']}: " if report.get("peer") else ""
+        kind = f"{report['type']}: " if report.get("type") else ""
+        super().__init__(
+            f"{shown}the run {folder} ended with exit code {self.exit_code} ({self.verdict}): {peer}{kind}{report['message']}"
+        )
+
+
 class SimulationError(ZmqTrainError):
     """A simulated run cannot go on."""
 
@@ -291,7 +310,7 @@ class ConnectivityError(ZmqTrainError):
     """The network or a host failed; the same run may work when tried again."""
 
     exit_code = 128
-    verdict: ClassVar[Verdict] = "network"
+    verdict = "network"
     consequence = True
 
 

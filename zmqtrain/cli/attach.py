@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.cli.runs import LOOK_S, launcher_of, lives, run_status
-from zmqtrain.cli.tail import Tail
 from zmqtrain.errors import HostLostError, SshError
 from zmqtrain.launcher.ssh.leftovers import inspect_hosts
 from zmqtrain.observe.live import View, make_view
 from zmqtrain.observe.run_directory import find_run
+from zmqtrain.observe.tail import Tail
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.placement import place
 

@@ -53,7 +53,7 @@ def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | 
         except NothingLeftError as error:
             _tell(str(error).partition(". ")[0])
             (options.run_dir / NAME).unlink(missing_ok=True)
-    topology = load_with(file, options.all_settings())
+    topology = load_with(file, options.all_settings()) if options.topology is None else options.topology
     emulation = emulation_of(topology, options.emulate, options.shaping, options.dilation)
     if (options.template is not None or options.dry_run) and not options.submit:
         raise UsageError(f"--{'dry-run' if options.dry_run else 'template'} is only for batch scripts: add --submit")

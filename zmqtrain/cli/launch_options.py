@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zmqtrain.launcher.engine import Engine
+from zmqtrain.topology.schema import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,9 @@ class LaunchOptions:
     """With ``submit``: print the batch script instead of submitting it."""
     own_engine: Engine | None = None
     """The engine, if the caller provides it instead of the file."""
+
+    topology: Topology | None = None
+    """The job, if the caller has it; the file's folder is then only where relative paths begin."""
 
     def all_settings(self) -> list[str]:
         """All changes to the file, including those that have options of their own."""

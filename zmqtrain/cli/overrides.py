@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import UsageError
-from zmqtrain.topology.faults import FileFault, TopologyFaultsError, dotted
-from zmqtrain.topology.load import load_topology, parse_topology
+from zmqtrain.topology.faults import dotted
+from zmqtrain.topology.load import load_topology
+from zmqtrain.topology.overrides import Override, overridden
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.toml_lines import find_lines
-from zmqtrain.topology.toml_writer import write_toml
 
 
 def load_with(path: Path, settings: Sequence[str]) -> Topology:
@@ -26,49 +25,16 @@ def load_with(path: Path, settings: Sequence[str]) -> Topology:
         return load_topology(path)
     load_topology(path)  # errors of the file itself give their lines
     text = path.read_text(encoding="utf-8")
-    document = tomllib.loads(text)
-    document.setdefault("job", {})
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or "." not in key:
-            raise UsageError(f"--set {setting}: write section.key=value, like --set job.steps=100")
-        _put(document, key.split("."), _value(value), setting)
-    try:
-        return parse_topology(write_toml(document), file=str(path), name=path.stem)
-    except TopologyFaultsError as error:
-        lines = {dotted(place): line for place, line in find_lines(text).items()}
-        raise TopologyFaultsError([_placed(fault, settings, lines) for fault in error.faults]) from error
+    lines = {dotted(place): line for place, line in find_lines(text).items()}
+    overrides = [_override(setting) for setting in settings]
+    return overridden(tomllib.loads(text), overrides, file=str(path), name=path.stem, lines=lines)
 
 
-def _placed(fault: FileFault, settings: Sequence[str], lines: Mapping[str, int]) -> FileFault:
-    """Attribute an error of the resulting topology, which is not in any file: to the last setting that caused it, or else to the
-    file."""
-    for setting in reversed(settings):
-        key = dotted(tuple(int(part) if part.isdigit() else part for part in setting.partition("=")[0].split(".")))
-        if _within(fault.path, key) or _within(key, fault.path):
-            return replace(fault, file=f"--set {setting}", line=None)
-    given = ", ".join(f"--set {setting}" for setting in settings)
-    return replace(fault, line=lines.get(fault.path), message=f"{fault.message} (with {given})")
-
-
-def _within(path: str, other: str) -> bool:
-    """Whether a dotted path equals ``other`` or lies within it."""
-    return path == other or path.startswith((f"{other}.", f"{other}["))
-
-
-def _put(document: dict[str, Any], path: Sequence[str], value: Any, setting: str) -> None:
-    table: Any = document
-    for part in path[:-1]:
-        if isinstance(table, list) and part.isdigit() and int(part) < len(table):
-            table = table[int(part)]
-        elif isinstance(table, dict):
-            table = table.setdefault(part, {})
-    if not isinstance(table, dict):
-        raise UsageError(f"--set {setting}: {'.'.join(path[:-1])} is not a table of the topology file")
-    table[path[-1]] = value
-    if path[0] == "job" and path[-1] in ("steps", "epochs", "until"):  # the new length of training replaces the old
-        for other in {"steps", "epochs", "until"} - {path[-1]}:
-            table.pop(other, None)
+def _override(setting: str) -> Override:
+    key, equals, value = setting.partition("=")
+    if not equals or "." not in key:
+        raise UsageError(f"--set {setting}: write section.key=value, like --set job.steps=100")
+    return Override(tuple(key.split(".")), _value(value), f"--set {setting}")
 
 
 def _value(text: str) -> Any:

@@ -16,7 +16,6 @@ import psutil
 from rich.console import Console
 
 from zmqtrain.cli.table import table_of
-from zmqtrain.cli.tail import Tail
 from zmqtrain.errors import CheckpointError, HostLostError, SshError, UsageError
 from zmqtrain.launcher.continued import Left
 from zmqtrain.launcher.slurm.submit import cancel, job_of, state_of
@@ -24,6 +23,7 @@ from zmqtrain.launcher.ssh.leftovers import stop_hosts
 from zmqtrain.membership.journal import NAME
 from zmqtrain.observe.run_directory import find_run, log_name, runs_of, training_of
 from zmqtrain.observe.sums import SUMS
+from zmqtrain.observe.tail import Tail
 from zmqtrain.train.checkpoint.folder import find_checkpoints
 
 #: Seconds between two looks at what a run has printed.

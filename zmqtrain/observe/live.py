@@ -70,7 +70,7 @@ class Rows:
 
     def add(self, event: Mapping[str, Any], now: float) -> None:
         """Take an event of a role, or a line that stands for many."""
-        event = _as_one(event) if event["kind"] == SUMS else event
+        event = as_one(event) if event["kind"] == SUMS else event
         values = event["values"]
         if event["kind"] == "eval":
             self.eval.update(metrics_of(values))
@@ -125,7 +125,7 @@ class Rows:
         return [f"slow: {', '.join(self.slow.values())}"] if self.slow else []
 
 
-def _as_one(line: Mapping[str, Any]) -> dict[str, Any]:
+def as_one(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line that stands for many events, as one event: the last one's values, but the sums of times and samples."""
     values = line["values"]
     sums = {name: each.total for name, each in fields_of(values).items() if name in ("seconds", "exposed_s", "samples")}
@@ -195,7 +195,7 @@ class PlainView:
 
     def event(self, event: Mapping[str, Any], now: float) -> None:
         self._rows.add(event, now)
-        event = _as_one(event) if event["kind"] == SUMS else event
+        event = as_one(event) if event["kind"] == SUMS else event
         if event["kind"] == "eval":
             metrics = "  ".join(f"{name} {value:.4f}" for name, value in metrics_of(event["values"]).items())
             print(f"evaluation at step {event['step']}: {metrics}", flush=True)

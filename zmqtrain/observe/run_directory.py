@@ -49,7 +49,7 @@ class RunDirectory:
         Raises `UsageError` if it cannot be made.
         """
         try:
-            path = exact if exact is not None else _next(parent, name)
+            path = exact if exact is not None else next_folder(parent, name)
             if exact is not None:
                 exact.mkdir(parents=True, exist_ok=True)
                 if any(exact.iterdir()):
@@ -248,7 +248,8 @@ def training_of(path: Path) -> Path:
     return training.resolve() if training.is_dir() else path
 
 
-def _next(parent: Path, name: str) -> Path:
+def next_folder(parent: Path, name: str) -> Path:
+    """Make the next free ``parent/NAME-NNN``. Raises ``OSError``."""
     parent.mkdir(parents=True, exist_ok=True)
     numbers = [path.name[len(name) + 1 :] for path in parent.glob(f"{name}-*")]
     number = max((int(text) for text in numbers if text.isdigit()), default=0)

@@ -289,10 +289,17 @@ def load_task(
         near = get_close_matches(name, dir(module), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"[job] task = {spec!r}: {source} has no function {name!r}{hint}")
+    return task_of(function, spec, args, data_path)
+
+
+def task_of(function: Any, spec: str, args: Mapping[str, Any] | None = None, data_path: str | None = None) -> Task:
+    """Call the function that ``spec`` names; a `Task` is returned as it is. Arguments and errors are those of `load_task`."""
     if isinstance(function, Task):
         return function
     if not callable(function):
-        raise UsageError(f"[job] task = {spec!r}: {name} is a {type(function).__name__}, not a function that returns a Task")
+        raise UsageError(
+            f"[job] task = {spec!r}: {spec.rpartition(':')[2]} is a {type(function).__name__}, not a function that returns a Task"
+        )
     keywords = _keywords(function, spec, dict(args or {}), data_path)
     with user_code(f"the task's function {spec}"):
         task = function(**keywords)

@@ -1,0 +1,1 @@
+"""Runs that a program starts and follows: `zmqtrain.launch`."""

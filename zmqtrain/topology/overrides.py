@@ -1,0 +1,80 @@
+"""Values that replace those of a topology: ``--set job.steps=10`` on the command line, ``launch(..., steps=10)`` in a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zmqtrain.errors import UsageError
+from zmqtrain.topology.faults import FileFault, TopologyFaultsError, dotted
+from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.toml_writer import write_toml
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One value that replaces another."""
+
+    path: tuple[str, ...]
+    """Its section, its key, and what is within; a number is an index into an array."""
+    value: Any
+    label: str
+    """How it was given, which errors quote."""
+
+
+def overridden(
+    document: dict[str, Any], overrides: Sequence[Override], *, file: str, name: str, lines: Mapping[str, int]
+) -> Topology:
+    """The topology of a document in which the values are replaced; ``document`` is changed.
+
+    Args:
+        document: the values of a topology that has no faults by itself.
+        overrides: a later one replaces an earlier one.
+        file: what errors name if no single override has caused them.
+        name: the job's name, if the document has none.
+        lines: the document's lines by dotted path; empty if it is in no file.
+
+    Raises `TopologyError` and `UsageError`.
+    """
+    document.setdefault("job", {})
+    for override in overrides:
+        _put(document, override)
+    try:
+        return parse_topology(write_toml(document), file=file, name=name)
+    except TopologyFaultsError as error:
+        raise TopologyFaultsError([_placed(fault, overrides, lines) for fault in error.faults]) from error
+
+
+def _placed(fault: FileFault, overrides: Sequence[Override], lines: Mapping[str, int]) -> FileFault:
+    """Attribute an error of the resulting topology, which is not in any file: to the last value that caused it, or else to the
+    file."""
+    for override in reversed(overrides):
+        key = dotted(tuple(int(part) if part.isdigit() else part for part in override.path))
+        if _within(fault.path, key) or _within(key, fault.path):
+            return replace(fault, file=override.label, line=None)
+    given = ", ".join(override.label for override in overrides)
+    message = f"{fault.message} (with {given})" if given else fault.message
+    return replace(fault, line=lines.get(fault.path), message=message)
+
+
+def _within(path: str, other: str) -> bool:
+    """Whether a dotted path equals ``other`` or lies within it."""
+    return path == other or path.startswith((f"{other}.", f"{other}["))
+
+
+def _put(document: dict[str, Any], override: Override) -> None:
+    path = override.path
+    inner: Any = document
+    for part in path[:-1]:
+        if isinstance(inner, list) and part.isdigit() and int(part) < len(inner):
+            inner = inner[int(part)]
+        elif isinstance(inner, dict):
+            inner = inner.setdefault(part, {})
+    if not isinstance(inner, dict):
+        raise UsageError(f"{override.label}: {'.'.join(path[:-1])} is not a table of the topology file")
+    inner[path[-1]] = override.value
+    if path[0] == "job" and path[-1] in ("steps", "epochs", "until"):  # the new length of training replaces the old
+        for other in {"steps", "epochs", "until"} - {path[-1]}:
+            inner.pop(other, None)
