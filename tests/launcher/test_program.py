@@ -154,3 +154,16 @@ def test_a_failure_is_raised_with_its_verdict(folder: Path) -> None:
         list(run)
     assert (caught.value.verdict, caught.value.exit_code, caught.value.folder) == ("user code", 3, run.folder)
     assert run.summary is not None
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_run_is_stopped(folder: Path, checkpoint: bool) -> None:
+    with zmqtrain.launch("own_task.py:task", steps=10**6, batch_size=16, threads=1, device="cpu") as run:
+        next(line for line in run if line["kind"] == "step")
+        with pytest.raises(TimeoutError, match="goes on"):
+            run.wait(0)
+        run.stop(checkpoint=checkpoint)
+        summary = run.wait()
+    assert summary["status"] == "interrupted"
+    if checkpoint:
+        assert summary["checkpoints"]["newest"] == summary["steps"]

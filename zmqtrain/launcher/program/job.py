@@ -25,7 +25,7 @@ from zmqtrain.topology.toml_lines import find_lines
 Target = str | PathLike[str] | Topology | Mapping[str, Any] | Callable[..., Any]
 
 #: Sections whose keys are keywords of `launch`, too: no key is in both.
-_OPEN = {"job": Job, "compute": Compute}
+_OPEN: Mapping[str, frozenset[str]] = {"job": frozenset(Job.model_fields), "compute": frozenset(Compute.model_fields)}
 _SECTIONS = frozenset(Topology.model_fields) - {"data"}
 
 
@@ -60,7 +60,7 @@ def job_of(target: Target, settings: Mapping[str, Any], changes: Mapping[str, An
         file = file.with_name(f"{target.job.name}.toml")
         topology = overridden(target.to_open_dict(), overrides, file="launch()", name=file.stem, lines={}) if overrides else target
     elif isinstance(target, (str, PathLike)) and _is_file(fspath(target)):
-        topology = load_topology(target)  # errors of the file itself give their lines
+        topology = load_topology(fspath(target))  # errors of the file itself give their lines
         file = Path(target).absolute()
         if overrides:
             text = file.read_text(encoding="utf-8")
@@ -122,7 +122,7 @@ def _settings(settings: Mapping[str, Any]) -> list[Override]:
     """Keywords as values of the topology."""
     overrides = []
     for key, value in settings.items():
-        section = next((name for name, kind in _OPEN.items() if key in kind.model_fields), None)
+        section = next((name for name, keys in _OPEN.items() if key in keys), None)
         plain = _plain(value, f"launch({key}=...)")
         if section is not None:
             overrides.append(Override((section, key), plain, f"launch({key}={value!r})"))
@@ -131,7 +131,7 @@ def _settings(settings: Mapping[str, Any]) -> list[Override]:
         elif key in _SECTIONS:
             overrides.append(Override((key,), plain, f"launch({key}=...)"))
         else:
-            known = {*_SECTIONS, *(name for kind in _OPEN.values() for name in kind.model_fields)}
+            known = _SECTIONS.union(*_OPEN.values())
             near = did_you_mean(key, known)
             hint = f"; did you mean {near!r}?" if near else ""
             raise UsageError(
