@@ -158,7 +158,7 @@ class AveragingExchange(Serverless):
         replica.optimize(Optimize.APART)
         members = self._members
         if self._source is not None:
-            self._source.serve()
+            self._source.serve(members)
         if not restored and not members.late:
             await members.together("averaging/start", 0, lambda world: spread(world, replica))
         # Otherwise each group continues with its own model; its members wrote equal ones to the checkpoint.
@@ -175,8 +175,8 @@ class AveragingExchange(Serverless):
 
     async def _start_late(self, replica: Replica) -> int:
         members = self._members
-        state = NeighboursState.of_column(self._endpoint, members.at(0), timeout_s=self._patience_s)
-        first = await state.join(members)
+        state = NeighboursState(self._endpoint, members, timeout_s=self._patience_s)
+        first = await state.join()
         parts = {str(bucket.index): self._part(bucket) for bucket in replica.buckets}
         came: dict[str, Payload] = {}
 
@@ -190,7 +190,8 @@ class AveragingExchange(Serverless):
         self._restored = came
         self._resume_flights()
         self._recorder.audit("joined", step=first, source=state.source)
-        await self._give(first)
+        if self._source is not None:
+            self._source.begin()
         return first
 
     async def _give(self, step: int) -> None:
