@@ -123,32 +123,28 @@ class NeighboursState:
         """Ask for the state with which this worker's first step begins, and take part from that step on. Returns it; call `take`
         next.
 
-        Those before this worker are asked first. One that is late itself is asked to wait for its own state only if no other
-        trains. Raises `PeerLostError` if nobody can give one."""
+        Those before this worker are asked first. One that is late itself is asked to wait for its own state only if none of the
+        others trains. Raises `PeerLostError` if nobody can give one."""
         # Asked before the others know of this worker: later the source might be past this worker's first step when it hears of it.
         # So those asked do not wait for this worker, whatever they wait for.
-        ended = await self._find(wait=False)
+        await self._find(wait=False)
         if not self.source:
-            ended = await self._find(wait=True)
+            await self._find(wait=True)
         if not self.source:
-            why = "training has ended: it is too late to join" if ended else "no worker that trains is left"
-            raise PeerLostError("worker", why, waiting_for="a neighbour's state")
+            why = "there is none that still trains, so it is too late to join"
+            raise PeerLostError("the other workers", why, waiting_for="the state of one of them")
         self._first = await self._members.join()
         return self._first
 
-    async def _find(self, *, wait: bool) -> bool:
-        """Set `source` to the first one that will give its state. Otherwise: returns whether training has ended for one."""
-        ended = False
+    async def _find(self, *, wait: bool) -> None:
+        """Set `source` to the first one that will give its state, if there is one."""
+        own = self._members.own_incarnation
         for peer in self._members.neighbours():
             with suppress(PeerLostError):  # then another one
-                own = self._members.own_incarnation
                 answer = (await self._endpoint.request(peer, _METHOD, own, wait, timeout=self._timeout_s)).meta
-                if answer is False:
-                    ended = True
-                elif isinstance(answer, int):
+                if isinstance(answer, int) and not isinstance(answer, bool):
                     self.source, self._process = peer, answer
-                    break
-        return ended
+                    return
 
     async def take(self, replica: Replica, own: Callable[[str], Payload | None] = lambda name: None) -> None:
         """Wait for the state, and write it to ``replica``. ``own(name)``: where something that the exchange keeps belongs. Raises

@@ -14,6 +14,7 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import spread
 from zmqtrain.exchange.arithmetic import Arithmetic
+from zmqtrain.exchange.averaging.alike import require_alike
 from zmqtrain.exchange.averaging.fragments import Fragments
 from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer, copy_of
 from zmqtrain.exchange.averaging.rounded_mean import RoundedMean
@@ -245,6 +246,10 @@ class AveragingExchange(Serverless):
         center = self._method.center(bucket.index)
         assert center is not None, "only elastic averaging has a center"
         return center
+
+    async def require_alike(self, group: Group, tag: str) -> None:
+        if self._members.survives:  # a state that was taken over, or an average that some have given up
+            await require_alike(group, self._method.state(), tag)
 
     async def stop(self) -> None:
         if self._source is not None:
