@@ -27,6 +27,8 @@ MAY = {
     "launcher/detached.py": "waits for a real process, without a loop",
     "launcher/ssh/supervisor.py": "is part of a program of its own, on a real machine",
     "launcher/run.py": "starts real processes, and makes the secret that they share",
+    "observe/sinks/": "waits in the launcher's threads for other people's libraries",
+    "observe/dashboard/": "serves pages to people's browsers",
     "data/processes.py": "waits in a thread for real processes, which load data",
     "host/": "waits in threads, for processes of one real host",
     "c10d/": "is a part of torch.distributed, which lives in real time",

@@ -367,7 +367,7 @@ def test_near_the_target_the_learning_rate_falls() -> None:
     space = replace(SPACE, target=1.0)
     search, done = solve(space, Falling(UPDATE_S), target=1.0)
     assert done.reached
-    assert done.setting == Setting(4, 0.8, pytest.approx(0.001))  # with the total of two groups, with which the race was run
+    assert done.setting == Setting(4, 0.6, pytest.approx(0.001))
     falls = [(trial, outcome) for trial, outcome in search.trials if trial.phase == "fall"]
     assert falls[0][1].loss > 1.0 >= falls[-1][1].loss  # once too early, which tells when
     before = list(dict.fromkeys(trial.until for trial, _ in search.trials if trial.kind == "train" and trial.phase == "train"))
@@ -382,16 +382,6 @@ def test_near_the_target_the_learning_rate_falls() -> None:
     assert plain.setting == Setting(4, 0.6, 0.01)  # which no target is known to
 
 
-@pytest.mark.parametrize(("two_s", "target", "groups"), [(3.6, 1.0, 2), (3.7, 1.0, 1), (3.6, None, 1)])
-def test_with_a_target_the_race_is_run_with_two_groups_where_they_are_faster(
-    two_s: float, target: float | None, groups: int
-) -> None:
-    update_s = {1: 4.0, 2: two_s, 4: 3.0}
-    search, _ = solve(replace(SPACE, update_s=update_s, target=target), Landscape(update_s), target=1.0)
-    race = {trial.setting.groups for trial, _ in search.trials if trial.phase == "learning rate"}
-    assert race == {groups}
-
-
 def test_a_trial_knows_what_its_smoothed_loss_goes_on_from() -> None:
     search, _ = solve(replace(SPACE, target=1.0), Landscape(UPDATE_S), target=1.0)
     for trial, _ in search.trials:
@@ -404,7 +394,7 @@ def test_a_trial_knows_what_its_smoothed_loss_goes_on_from() -> None:
 
 def test_a_learning_rate_that_gains_nothing_by_falling_stays() -> None:
     search, done = solve(replace(SPACE, target=1.0), Falling(UPDATE_S, part=-0.1), target=1.0)
-    assert done.setting == Setting(4, 0.8, 0.01)
+    assert done.setting == Setting(4, 0.6, 0.01)
     begun = [search.trials[trial.start or 0][1].end for trial, _ in search.trials if trial.phase == "fall"]
     assert begun == [pytest.approx(1.4, rel=0.02), pytest.approx(1 / 0.98, rel=0.02)]  # asked once more, at the end
 

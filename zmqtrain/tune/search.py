@@ -6,9 +6,8 @@
     while not isinstance(trial := search.next(), Done):
         search.result(trial, outcome)          # of a run of the trial
 
-* Cold start: one group (with a target two, if they are faster), from large steps (rate and momentum) to small ones until that gets
-  no better. Then twice as many groups, again and again, with the momentum that makes up for them, as long as they are better in
-  the same time. Some training.
+* Cold start: one group, from large steps (rate and momentum) to small ones until that gets no better. Then twice as many groups,
+  again and again, with the momentum that makes up for them, as long as they are better in the same time. Some training.
 * g = g*: momenta and learning rate, from one checkpoint. Then half the groups, and again, until they are worse in the same time.
 * Training with the winner, until the search has taken no more than its share of all time. Then once more, from there.
 
@@ -72,8 +71,6 @@ EARLY, CHOICE = 0.25, 6
 FALLS = 0.1
 #: More groups are tried from the beginning if an update is faster by this factor.
 WORTH = 1.4
-#: With a target the race is run with two groups, not one, if an update takes at most this part of the time then.
-FASTER = 0.9
 #: The share of the search time that the cold start may take, and that of everything before the end of training.
 COLD = 0.5
 GRID = 0.85
@@ -317,20 +314,15 @@ class Search(Machine):
             part = updates
             # Once the rate has fallen the target is near: each beginning anew would cost a momentum.
             fallen = decay is not None and decay.decayed
-            # More groups are watched for drift, beside how their run began: it is not divided.
-            divided = self._space.target is not None and setting.groups <= self._few() and not fallen
+            # Several groups are watched for drift, beside how their run began: it is not divided.
+            divided = self._space.target is not None and setting.groups == 1 and not fallen
             if divided and updates > SPLIT * self._until_glance():
                 part = self._until_glance()
             until = None if decay is None else decay.until
             outcome = yield from self._go_on(setting, part, phase, reason, until=until, watch=watch)
             updates -= outcome.updates
             over = outcome.diverged or outcome.drifted or outcome.stood or updates <= 0 or self._end() is not None
-            if (
-                over
-                or self._space.target is None
-                or setting.groups > self._few()
-                or (decay is not None and decay.near(outcome.end))
-            ):
+            if over or self._space.target is None or setting.groups > 1 or (decay is not None and decay.near(outcome.end)):
                 return outcome, updates
             then = self._lead.at(self._lead.updates // 2)
             if then is not None and above(self._lead.here, then):
@@ -409,15 +401,14 @@ class Search(Machine):
         return found
 
     def _rates(self) -> Generator[Trial, Outcome, Runner | None]:
-        """Learning rate and momentum for the fewest groups: from large steps to small ones, a short way each, until that gets no
-        better.
+        """Learning rate and momentum for one group: from large steps to small ones, a short way each, until that gets no better.
 
         Smaller steps are better later; whether it is time for them is asked where training stands by then (`_glance`)."""
-        space, few, race = self._space, self._few(), self._race
+        space, one, race = self._space, self._space.groups[0], self._race
         phase = "learning rate"
         # The two largest momenta: the smaller one is between two rates, or has less noise at the highest.
         pairs = itertools.product(sorted(space.momenta)[-2:], space.rates)
-        settings = sorted((Setting(few, *pair) for pair in pairs), key=pace, reverse=True)
+        settings = sorted((Setting(one, *pair) for pair in pairs), key=pace, reverse=True)
         for setting in settings:
             runner, before = race.enter(setting), race.leader
             reason = "from large steps to small ones, as long as the loss improves"
@@ -437,14 +428,8 @@ class Search(Machine):
             self._decide("learning rate", "the lowest learning rate diverges: a tenth of it", lr=lowest.lr)
             yield from self._further(race.enter(lowest), first_leg(space), phase, "nothing trains yet")
         if (lead := race.leader) is not None:
-            self._decide("learning rate", f"the lowest loss with {few} group(s): {lead.loss:.4g}", **values_of(lead.setting))
+            self._decide("learning rate", f"the lowest loss of one group: {lead.loss:.4g}", **values_of(lead.setting))
         return lead
-
-    def _few(self) -> int:
-        """With how many groups the race is run: so few that old gradients cost little, but two where an update is faster then."""
-        one, *more = self._space.groups
-        two = more and more[0] == 2 * one and self._update_s[more[0]] <= FASTER * self._update_s[one]
-        return more[0] if two and self._space.target is not None else one
 
     def _further(self, runner: Runner, updates: int, phase: str, reason: str) -> Generator[Trial, Outcome, bool]:
         """A leg of one, if there is time. Of several that none has been made of yet one is made in any case."""
