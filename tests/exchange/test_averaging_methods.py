@@ -177,13 +177,15 @@ def test_what_rounding_loses_is_made_up_for(codec: Literal["fp16", "int8"]) -> N
 
     async def run() -> None:
         async with endpoints(3) as nodes:
-            means = [RoundedMean(group, codec, Arithmetic("means")) for group in group_of(nodes, "column")]
+            columns = group_of(nodes, "column")
+            means = [RoundedMean(codec, Arithmetic("means")) for _ in columns]
             random = np.random.default_rng(5)
             values = [random.standard_normal(50) for _ in means]
             total = np.zeros(50)
             for step in range(40):
                 payloads = [TensorPayload.of(value.copy()) for value in values]
-                await asyncio.gather(*(m.mean(0, p, ("mean", step)) for m, p in zip(means, payloads, strict=True)))
+                ranks = zip(means, columns, payloads, strict=True)
+                await asyncio.gather(*(mean.mean(column, 0, payload, ("mean", step)) for mean, column, payload in ranks))
                 assert len({payload.numpy().tobytes() for payload in payloads}) == 1
                 total += payloads[0].numpy()
             once = np.abs(np.mean(values, axis=0)).max() * {"fp16": 2e-3, "int8": 3e-2}[codec]

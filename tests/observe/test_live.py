@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from typing import Any
 
 import pytest
@@ -74,6 +75,17 @@ def test_a_table_with_a_row_a_group() -> None:
     assert "eval_accuracy 0.9000" in shown
     rows = [line.split() for line in shown.splitlines() if line.split()[:2] in (["0", "12"], ["1", "12"])]
     assert len(rows) >= 2
+
+
+def test_a_bar_with_the_steps_of_all_and_the_time_left() -> None:
+    text = io.StringIO()
+    view = TableView({"worker/0": 0}, Console(file=text, force_terminal=True, width=80, color_system=None))
+    view.begin("a run")
+    view.event({**event(0, 0), "kind": "start", "values": {"steps": 40}}, 0.0)
+    for step in range(10):
+        view.event(event(0, step), float(step))
+    view.end()
+    assert re.search(r"step 10 of 40 .*25 %  30 s left", text.getvalue())
 
 
 def test_json_lines_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

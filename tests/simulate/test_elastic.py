@@ -245,6 +245,15 @@ def test_averaging_continues_without_a_lost_worker_and_with_one_that_comes_back(
     assert heard.steps["worker/2"][-1] == STEPS - 1
 
 
+@pytest.mark.parametrize("every", [1, 5])
+def test_several_late_workers_that_could_ask_each_other_take_their_states_from_one_that_trains(every: int) -> None:
+    """While worker/1 joins, worker/0 is lost and back again, and the members agree twice before worker/1 knows its first step."""
+    faults = [restart("worker/0", at=0.0394, after=0.001), kill("worker/1", at=0.0381), kill("worker/2", step=96)]
+    heard = run_without_servers(faults, averaging('method = "elastic"', every=every, job="restarts = 2"))
+    assert heard.steps["worker/3"] == list(range(STEPS))
+    assert all(steps[-1] == STEPS - 1 for steps in heard.steps.values())
+
+
 def test_averaging_at_any_moment() -> None:
     for number, every in enumerate((1, 3)):
         shape = averaging(METHODS[number], every=every)

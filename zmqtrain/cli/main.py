@@ -412,6 +412,17 @@ def dashboard(
 
 
 @app.command()
+def top(run: Run = "latest") -> None:
+    """Show a run on the terminal while it trains and after: what the dashboard shows, as text. Ends with q or Ctrl-C.
+
+    Without a terminal it prints the run's present state, and ends. The run is left alone.
+    """
+    from zmqtrain.cli.top import run_top
+
+    raise typer.Exit(run_top(run))
+
+
+@app.command()
 def attach(run: Run = "latest", json_lines: Json = False) -> None:
     """Show a run that was launched in another terminal, or with --detach. Ctrl-C leaves it alone."""
     from zmqtrain.cli.attach import run_attach

@@ -96,21 +96,20 @@ class AllReduceExchange(Serverless):
         if members is None or source is None:
             await spread(self._sums.group, replica)
         else:
-            source.serve()
+            source.serve(members)
             if members.late:
                 first = await self._start_late(replica, members)
+                source.begin()
             else:
                 await members.together("allreduce/start", 0, lambda world: spread(world, replica))
         await self._sum.start(replica)
-        if first is not None:
-            await self._give(first)
         return first
 
     async def _start_late(self, replica: Replica, members: Members) -> int:
         group = self._sums.group
         timeout_s = group.timeout_s or PATIENCE_S
-        state = NeighboursState.of_column(group.endpoint, members.at(0), timeout_s=timeout_s)
-        first = await state.join(members)
+        state = NeighboursState(group.endpoint, members, timeout_s=timeout_s)
+        first = await state.join()
         await state.take(replica)
         self._recorder.audit("joined", step=first, source=state.source)
         return first

@@ -259,6 +259,10 @@ class Exchange(Protocol):
         """With `RunModel.CENTER`: this worker's part of the bucket's center, among its `Bucket.sharers` in the group. Read-only."""
         ...
 
+    async def require_alike(self, group: Group, tag: str) -> None:
+        """Raise `ProtocolError` on all of ``group``, which call it at the same step, if they differ in what the exchange keeps
+        equal beside the parameters. It compares samples, so it costs next to nothing."""
+
     async def leave(self) -> None:
         """This worker trains no more: no group waits for it from now on. Call `settle` first."""
 

@@ -22,7 +22,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.data.slots import Slot, SlotPlan
 from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ViewChangedError
 from zmqtrain.events import Recorder
-from zmqtrain.exchange.members import Change, Prepare, T, group_of
+from zmqtrain.exchange.members import Change, Prepare, T, group_of, nearest_first
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
@@ -110,6 +110,14 @@ class ElasticMembers:
     def incarnation(self, peer: PeerId, step: int) -> int | None:
         return self._plan(step)[1].get(peer)
 
+    @property
+    def own_incarnation(self) -> int:
+        return self._life[1]
+
+    def neighbours(self) -> tuple[PeerId, ...]:
+        here = self._living(self._membership.view)
+        return tuple(peer for peer in nearest_first(self._workers, self._endpoint.peer) if peer in here)
+
     def since(self, step: int) -> int:
         """The first step of those that the workers of ``step`` train."""
         return self._plan(step)[0]
@@ -129,7 +137,9 @@ class ElasticMembers:
         if self._agreement is None:
             self._begin_agreement()
         await self.settled()
-        first = self._plans[-1][0]
+        me, own = self._life
+        # The others may have agreed again before this process continues here: with the first of these plans they count on it.
+        first = min(step for step, members in self._plans[1:] if members.get(me) == own)
         self._begun = self._first = first
         self._on_view(self._membership.view)  # which may have changed in the meantime
         return first

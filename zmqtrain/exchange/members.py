@@ -53,6 +53,15 @@ class Members(Protocol):
         """Which process of ``peer`` trains ``step``, counted from 0; None if none does."""
         ...
 
+    @property
+    def own_incarnation(self) -> int:
+        """Which process of this worker this one is."""
+        ...
+
+    def neighbours(self) -> tuple[PeerId, ...]:
+        """The other workers that can take part at the moment: those before this one, from near to far, then the others."""
+        ...
+
     async def join(self) -> int:
         """Take part from now on, if late. Returns the first step."""
         ...
@@ -119,6 +128,13 @@ class FixedMembers:
     def incarnation(self, peer: PeerId, step: int) -> int | None:
         return 0 if peer in self._members else None
 
+    @property
+    def own_incarnation(self) -> int:
+        return 0
+
+    def neighbours(self) -> tuple[PeerId, ...]:
+        return nearest_first(self._members, self._endpoint.peer)
+
     async def join(self) -> int:
         return 0
 
@@ -147,6 +163,12 @@ class FixedMembers:
 
     async def stop(self) -> None:
         return None
+
+
+def nearest_first(workers: Sequence[PeerId], me: PeerId) -> tuple[PeerId, ...]:
+    """The others of ``workers``, by rank: those before ``me``, from near to far, then those after it, from the last one on."""
+    own = workers.index(me)
+    return (*reversed(workers[:own]), *reversed(workers[own + 1 :]))
 
 
 def group_of(endpoint: Endpoint, members: tuple[PeerId, ...], name: str, timeout_s: float) -> Group:

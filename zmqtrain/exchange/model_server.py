@@ -291,6 +291,9 @@ class ModelServerExchange:
     def center(self, bucket: Bucket) -> Payload:
         raise AssertionError("model servers have no center")
 
+    async def require_alike(self, group: Group, tag: str) -> None:
+        return None
+
     async def leave(self) -> None:
         self._rests = True
         if self._asked:

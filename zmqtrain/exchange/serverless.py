@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from zmqtrain.collectives.group import Group
 from zmqtrain.exchange.base import Bucket, Replica
 from zmqtrain.exchange.sums import Sums
 from zmqtrain.wire.payload import Payload, Value
@@ -29,6 +30,9 @@ class Serverless:
 
     def center(self, bucket: Bucket) -> Payload:
         raise AssertionError("only elastic averaging has a center")
+
+    async def require_alike(self, group: Group, tag: str) -> None:
+        return None
 
     async def leave(self) -> None:
         return None

@@ -3,6 +3,7 @@ optimizer's state and the model's buffers."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -15,7 +16,7 @@ from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Payload, Value
 
 _METHOD = "exchange.state"
-_PARAMETERS, _EXCHANGE, _BESIDE = "parameters", "exchange", "beside"
+_STEP, _PARAMETERS, _EXCHANGE, _BESIDE = "step", "parameters", "exchange", "beside"
 
 
 class StateSource:
@@ -24,13 +25,21 @@ class StateSource:
 
     def __init__(self, endpoint: Endpoint, *, timeout_s: float) -> None:
         self._endpoint, self._timeout_s = endpoint, timeout_s
-        self._open = False
+        self._has_state = asyncio.Event()
+        self._ended = False
+        self._process = 0
         self.wanted: dict[PeerId, int] = {}  # who asked -> which of its processes
 
-    def serve(self) -> None:
-        """Accept requests from now on."""
-        self._open = True
+    def serve(self, members: Members) -> None:
+        """Answer requests from now on. A late worker accepts them once it has a state itself (`begin`)."""
+        self._process = members.own_incarnation
         self._endpoint.serve(_METHOD, self._note)
+        if not members.late:
+            self.begin()
+
+    def begin(self) -> None:
+        """This worker has a state, and trains: accept requests."""
+        self._has_state.set()
 
     def due(self, step: int, members: Members) -> list[PeerId]:
         """Those who asked, and train ``step``, of which it is known who trains it. None of them has been given anything."""
@@ -48,31 +57,41 @@ class StateSource:
         ``settle()`` waits until nothing is under way; ``own()``: what the exchange keeps, by name."""
         if self.wanted and (due := self.due(step, members)):
             await settle()
-            await self.give(due, replica, own())
+            await self.give(due, step, replica, own())
 
-    async def give(self, peers: Sequence[PeerId], replica: Replica, own: Mapping[str, Payload]) -> None:
-        """Send the state to these workers, which have asked for it. Nothing changes it in the meantime."""
+    async def give(self, peers: Sequence[PeerId], step: int, replica: Replica, own: Mapping[str, Payload]) -> None:
+        """Send the state with which ``step`` begins to these workers, which have asked for it. Nothing changes it in the
+        meantime."""
         tensors, values = await replica.beside()
         for peer in peers:
             del self.wanted[peer]
             with suppress(PeerLostError):
-                await self._give(peer, replica, own, tensors, values)
+                await self._give(peer, step, replica, own, tensors, values)
 
     def close(self) -> None:
         """Training has ended: refuse later requests."""
-        self._open = False
+        self._ended = True
+        self._has_state.set()  # ends the waits for it
         self.wanted.clear()
 
-    async def _note(self, caller: PeerId, incarnation: Value) -> Value:
+    async def _note(self, caller: PeerId, incarnation: Value, wait: Value) -> Value:
+        """The answer: which process of this worker will give its state; ``False``: training has ended; ``None``: it has no state
+        itself, and was not to ``wait`` for one."""
         if not isinstance(incarnation, int):
             raise ProtocolError(f"{caller} asked for the state as process {incarnation!r:.60}, which must be a whole number")
-        if self._open:
-            self.wanted[caller] = incarnation
-        return self._open
+        if wait is True:
+            await self._has_state.wait()  # whoever asks has a time-out
+        if not self._has_state.is_set():
+            return None
+        if self._ended:
+            return False
+        self.wanted[caller] = incarnation
+        return self._process
 
     async def _give(
         self,
         peer: PeerId,
+        step: int,
         replica: Replica,
         own: Mapping[str, Payload],
         tensors: Mapping[str, Payload],
@@ -80,7 +99,7 @@ class StateSource:
     ) -> None:
         send = self._endpoint.send
         async with in_time(peer, "it to take the state that it has asked for", self._timeout_s):
-            await send(peer, (_METHOD,), pack_manifest(tensors, {_EXCHANGE: list(own), _BESIDE: dict(values)}))
+            await send(peer, (_METHOD,), pack_manifest(tensors, {_STEP: step, _EXCHANGE: list(own), _BESIDE: dict(values)}))
             for bucket in replica.buckets:
                 # The next step updates the parameters while they are still being sent.
                 await send(peer, (_METHOD, _PARAMETERS, bucket.index), _copied(bucket.parameters))
@@ -93,34 +112,46 @@ class StateSource:
 class NeighboursState:
     """Another worker's state, for one that joins late."""
 
-    def __init__(self, endpoint: Endpoint, source: PeerId, *, timeout_s: float) -> None:
-        self._endpoint, self._timeout_s = endpoint, timeout_s
-        self.source = source
-        """The worker whose state it is."""
+    def __init__(self, endpoint: Endpoint, members: Members, *, timeout_s: float) -> None:
+        self._endpoint, self._members, self._timeout_s = endpoint, members, timeout_s
+        self._process: int | None = None
+        self._first = 0
+        self.source: PeerId = ""
+        """The worker whose state it is, once it has been found."""
 
-    @classmethod
-    def of_column(cls, endpoint: Endpoint, column: Sequence[PeerId], *, timeout_s: float) -> NeighboursState:
-        """That of the member before this one in ``column``. Raises `PeerLostError` if there is no other."""
-        neighbour = column[column.index(endpoint.peer) - 1]
-        if neighbour == endpoint.peer:
-            raise PeerLostError("worker", "no other worker is left", waiting_for="a neighbour's state")
-        return cls(endpoint, neighbour, timeout_s=timeout_s)
-
-    async def join(self, members: Members) -> int:
+    async def join(self) -> int:
         """Ask for the state with which this worker's first step begins, and take part from that step on. Returns it; call `take`
-        next. Raises `PeerLostError` if the source trains no more."""
+        next.
+
+        Those before this worker are asked first. One that is late itself is asked to wait for its own state only if none of the
+        others trains. Raises `PeerLostError` if nobody can give one."""
         # Asked before the others know of this worker: later the source might be past this worker's first step when it hears of it.
-        incarnation = members.incarnation(self._endpoint.peer, 0)
-        assert incarnation is not None
-        answer = await self._endpoint.request(self.source, _METHOD, incarnation, timeout=self._timeout_s)
-        if answer.meta is not True:
-            raise PeerLostError(self.source, "its training has ended", waiting_for="its state: it is too late to join")
-        return await members.join()
+        # So those asked do not wait for this worker, whatever they wait for.
+        await self._find(wait=False)
+        if not self.source:
+            await self._find(wait=True)
+        if not self.source:
+            why = "there is none that still trains, so it is too late to join"
+            raise PeerLostError("the other workers", why, waiting_for="the state of one of them")
+        self._first = await self._members.join()
+        return self._first
+
+    async def _find(self, *, wait: bool) -> None:
+        """Set `source` to the first one that will give its state, if there is one."""
+        own = self._members.own_incarnation
+        for peer in self._members.neighbours():
+            with suppress(PeerLostError):  # then another one
+                answer = (await self._endpoint.request(peer, _METHOD, own, wait, timeout=self._timeout_s)).meta
+                if isinstance(answer, int) and not isinstance(answer, bool):
+                    self.source, self._process = peer, answer
+                    return
 
     async def take(self, replica: Replica, own: Callable[[str], Payload | None] = lambda name: None) -> None:
         """Wait for the state, and write it to ``replica``. ``own(name)``: where something that the exchange keeps belongs. Raises
         `PeerLostError`, `PeerTimeoutError`, and `ProtocolError` if the source has something else."""
         listed, about = unpack_manifest(await self._receive((_METHOD,), None))
+        if about[_STEP] != self._first:
+            raise ProtocolError(f"{self.source} gives the state of step {about[_STEP]}, but this worker begins with {self._first}")
         for bucket in replica.buckets:
             await self._receive((_METHOD, _PARAMETERS, bucket.index), bucket.parameters)
         for name in about[_EXCHANGE]:
@@ -135,7 +166,12 @@ class NeighboursState:
             replica.parameters_ready(bucket)
 
     async def _receive(self, tag: tuple[str | int, ...], into: Payload | None) -> Payload:
-        async with in_time(self.source, f"its {'/'.join(map(str, tag))}", self._timeout_s):
+        what = f"its {'/'.join(map(str, tag))}"
+        members = self._members
+        # Another process that has its name by now would never send it.
+        if members.incarnation(self.source, self._first) != self._process or not members.there(self.source, self._first):
+            raise PeerLostError(self.source, "it was lost while this worker joined", waiting_for=what)
+        async with in_time(self.source, what, self._timeout_s):
             return await self._endpoint.receive(self.source, tag, into=into)
 
 

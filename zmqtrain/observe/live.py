@@ -12,9 +12,12 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from zmqtrain.observe.progress import Progress
+from zmqtrain.observe.slowness import SlowNow
 from zmqtrain.observe.strict_json import dumps
 from zmqtrain.observe.summary import Summary, metrics_of
 from zmqtrain.observe.sums import SUMS, fields_of, mean_staleness
+from zmqtrain.observe.terminal import progress_line
 
 #: Seconds between plain progress lines.
 LINE_EVERY_S = 1.0
@@ -59,8 +62,8 @@ class Rows:
     def __init__(self, group_of: Mapping[str, int]) -> None:
         self.groups: dict[int, _GroupRow] = {}
         self.eval: dict[str, float] = {}
-        self.slow: dict[tuple[str, str], str] = {}
-        """The slow workers, each with what of it is slow, in words."""
+        self.progress = Progress()
+        self._slow = SlowNow()
         self.regroup(group_of)
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
@@ -70,15 +73,14 @@ class Rows:
 
     def add(self, event: Mapping[str, Any], now: float) -> None:
         """Take an event of a role, or a line that stands for many."""
+        self.progress.add(event, now)
         event = as_one(event) if event["kind"] == SUMS else event
         values = event["values"]
         if event["kind"] == "eval":
             self.eval.update(metrics_of(values))
         peer = f"{event['role']}/{event['rank']}"
         if event["kind"] == "slow":
-            self.slow.pop((peer, values["what"]), None)
-            if not values["over"]:
-                self.slow[peer, values["what"]] = f"{peer}'s {values['what']} {values['factor']:.1f} times"
+            self._slow.add(peer, values)
         row = self.groups.get(self._group_of.get(peer, -1))
         if event["kind"] != "step" or row is None:
             return
@@ -122,7 +124,8 @@ class Rows:
 
     def slow_words(self) -> list[str]:
         """What is slow, if anything."""
-        return [f"slow: {', '.join(self.slow.values())}"] if self.slow else []
+        slow = [f"{each['peer']}'s {each['what']} {each['factor']:.1f} times" for each in self._slow.to_list()]
+        return [f"slow: {', '.join(slow)}"] if slow else []
 
 
 def as_one(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +136,7 @@ def as_one(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TableView:
-    """A table that is updated in place, for terminals. Log lines scroll above it."""
+    """A bar and a table that are updated in place, for terminals. Log lines scroll above them."""
 
     def __init__(self, group_of: Mapping[str, int], console: Console) -> None:
         self._rows = Rows(group_of)
@@ -172,7 +175,9 @@ class TableView:
                 "" if row.staleness is None else f"{row.staleness:.2f}",
             )
         metrics = "  ".join(f"{name} {value:.4f}" for name, value in self._rows.eval.items())
-        return Group(table, metrics, *self._rows.slow_words())
+        progress = self._rows.progress.to_dict()
+        above = [] if progress["planned"] is None else [progress_line(progress)]
+        return Group(*above, table, metrics, *self._rows.slow_words())
 
 
 class PlainView:

@@ -67,6 +67,24 @@ class Slow:
         return {**told, "reason": self.reason}
 
 
+class SlowNow:
+    """Who is slow at present, from the ``slow`` events of a run."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, str], Mapping[str, Any]] = {}
+
+    def add(self, peer: str, values: Mapping[str, Any]) -> None:
+        """Take the values of a ``slow`` event."""
+        self._values.pop((peer, values["what"]), None)
+        if not values["over"]:
+            self._values[peer, values["what"]] = values
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Each as ``peer``, ``what``, ``factor`` and ``reason``, in the order in which they became slow."""
+        keys = ("what", "factor", "reason")
+        return [{"peer": peer, **{key: values.get(key) for key in keys}} for (peer, _), values in self._values.items()]
+
+
 @dataclass(slots=True)
 class _Step:
     time: float

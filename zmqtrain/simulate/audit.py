@@ -166,7 +166,10 @@ class Auditor:
 
     def verdict(self, ending: Ending, seconds: float, faults: Sequence[Fault]) -> list[str]:
         """All violations, in words. ``faults``: what was injected."""
-        anybody = any(worker.peer not in self._lost for worker in self._placement.workers)
+        error = ending.error or {}
+        # The loss of the last worker that trains ends the run. It is the run's error, and no event says that others go on.
+        lost = {*self._lost, error.get("peer") if error.get("type") == "HostLostError" else None}
+        anybody = any(worker.peer not in lost for worker in self._placement.workers)
         elastic = self._topology.elastic and anybody
         fatal = [
             fault for fault in faults if not fault.survivable(self._timeouts, elastic=elastic and not self._hits_server(fault))
@@ -174,8 +177,7 @@ class Auditor:
         preempted = ending.status == "preempted" or (ending.error or {}).get("kind") == "preempted"
         if ending.status == "done" or (preempted and self.stopped_at is not None):
             self._check_done(corrupted=any(fault.kind == "corrupt" for fault in faults))
-        elif not fatal and not preempted and not self._own_fault(ending.error or {}):
-            error = ending.error or {}
+        elif not fatal and not preempted and not self._own_fault(error):
             what = f"{error.get('type')}: {error.get('message')}"
             self.note(f"the run ended with status {ending.status} ({what}), although all its faults can be survived")
         self._check_end(seconds, faults)

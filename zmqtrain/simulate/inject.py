@@ -120,6 +120,6 @@ class Injector:
         process = spawn(self._cluster, peer, role.host)
         again = be_role(self._plan, role, self._plan.environment(peer), process)
         life = process.run(asyncio.get_running_loop().create_task, again, name=f"{peer} again")
+        # Also if the run, and this task with it, ends first.
+        life.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.wait([life])
-        if not life.cancelled():
-            life.exception()

@@ -50,13 +50,22 @@ def test_lines_that_stand_for_many_steps() -> None:
     (worker,) = state["workers"]
     assert (worker["step"], worker["loss"]) == (FIRST + 9, FIRST + 9.0)
     assert (worker["means"]["compute"], worker["means"]["samples"]) == (0.1, 4.0)
-    assert state["staleness"] == {"counts": [[1, 10]], "by": "workers"}
+    assert state["staleness"] == {"counts": [[1, 10]], "by": "workers", "mean": 1.0}
 
 
 @pytest.mark.parametrize(("compute", "found"), [((0.1, 0.1, 0.1, 0.3), "worker/3"), ((0.1, 0.1, 0.1, 0.11), None)])
 def test_the_straggler_has_a_name(compute: tuple[float, ...], found: str | None) -> None:
     state = state_of(*(step(rank, number, compute[rank]) for number in range(5) for rank in range(4)))
     assert (state["straggler"] and state["straggler"]["peer"]) == found
+
+
+def test_the_figures_of_all_workers() -> None:
+    slow = {"what": "link", "factor": 2.5, "over": False, "reason": "its link"}
+    state = state_of(event("join", 0, None, 99.0), step(0, 0), step(1, 0), step(1, 20), event("slow", 0, 20, 120.0, **slow))
+    assert (state["done"], state["planned"], state["samples_per_s"]) == ([1, 21], None, 16.0)
+    assert state["shares"] == pytest.approx({"compute": 0.2, "exposed": 0.4, "other": 0.4})
+    assert [(worker["health"], worker["quiet_s"]) for worker in state["workers"]] == [("in the run", 20.0), ("", None)]
+    assert [(each["peer"], each["what"], each["reason"]) for each in state["slow"]] == [("worker/0", "link", "its link")]
 
 
 def test_members_come_and_go() -> None:
@@ -82,7 +91,7 @@ def test_servers_staleness_goes_before_the_workers_and_traffic_is_a_matrix() -> 
         event("links", 1, None, 5.0, sent={"server/0": [3, 0.1]}),
         event("traffic", 0, None, 6.0, sent={"server/0": 10, "coordinator": 1}),
     )
-    assert state["staleness"] == {"counts": [[0, 2], [1, 1]], "by": "servers"}
+    assert state["staleness"] == {"counts": [[0, 2], [1, 1]], "by": "servers", "mean": 1 / 3}
     assert state["traffic"] == {
         "rows": ["worker/0", "worker/1"], "peers": ["server/0", "coordinator"], "bytes": [[10, 1], [3, 0]],
     }  # fmt: skip

@@ -14,6 +14,7 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import spread
 from zmqtrain.exchange.arithmetic import Arithmetic
+from zmqtrain.exchange.averaging.alike import require_alike
 from zmqtrain.exchange.averaging.fragments import Fragments
 from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer, copy_of
 from zmqtrain.exchange.averaging.rounded_mean import RoundedMean
@@ -158,7 +159,7 @@ class AveragingExchange(Serverless):
         replica.optimize(Optimize.APART)
         members = self._members
         if self._source is not None:
-            self._source.serve()
+            self._source.serve(members)
         if not restored and not members.late:
             await members.together("averaging/start", 0, lambda world: spread(world, replica))
         # Otherwise each group continues with its own model; its members wrote equal ones to the checkpoint.
@@ -175,8 +176,8 @@ class AveragingExchange(Serverless):
 
     async def _start_late(self, replica: Replica) -> int:
         members = self._members
-        state = NeighboursState.of_column(self._endpoint, members.at(0), timeout_s=self._patience_s)
-        first = await state.join(members)
+        state = NeighboursState(self._endpoint, members, timeout_s=self._patience_s)
+        first = await state.join()
         parts = {str(bucket.index): self._part(bucket) for bucket in replica.buckets}
         came: dict[str, Payload] = {}
 
@@ -190,7 +191,8 @@ class AveragingExchange(Serverless):
         self._restored = came
         self._resume_flights()
         self._recorder.audit("joined", step=first, source=state.source)
-        await self._give(first)
+        if self._source is not None:
+            self._source.begin()
         return first
 
     async def _give(self, step: int) -> None:
@@ -244,6 +246,10 @@ class AveragingExchange(Serverless):
         center = self._method.center(bucket.index)
         assert center is not None, "only elastic averaging has a center"
         return center
+
+    async def require_alike(self, group: Group, tag: str) -> None:
+        if self._members.survives:  # a state that was taken over, or an average that some have given up
+            await require_alike(group, self._method.state(), tag)
 
     async def stop(self) -> None:
         if self._source is not None:

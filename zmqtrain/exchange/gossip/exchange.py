@@ -144,7 +144,7 @@ class GossipExchange(Serverless):
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         self._replica = replica
         replica.optimize(self._when)
-        self._source_of_state.serve()
+        self._source_of_state.serve(self._members)
         members = self._members
         first = None
         if members.late:
@@ -156,10 +156,10 @@ class GossipExchange(Serverless):
 
     async def _start_late(self, replica: Replica) -> int:
         timeout_s = self._settings.timeout_s
-        state = NeighboursState.of_column(self._endpoint, self._column_at(0), timeout_s=timeout_s)
-        first = await state.join(self._members)
+        state = NeighboursState(self._endpoint, self._members, timeout_s=timeout_s)
+        first = await state.join()
         await state.take(replica)
-        await self._give(first)
+        self._source_of_state.begin()
         return first
 
     async def _give(self, step: int) -> None:

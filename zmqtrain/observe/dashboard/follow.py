@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,13 @@ class Followed:
             file.seek(begin)
             data = file.read()
         return {"text": data.decode(errors="replace"), "next": begin + len(data)}
+
+
+def seen(run: Followed, state_of: Callable[[Path], Json]) -> Json:
+    """A look at a run: its figures, its ``status`` (`state_of_run`'s row), and whether it is still ``reading`` its events."""
+    status = state_of(run.path)  # before the events: what the run wrote at its end is read, too
+    reading = run.look()
+    return {**run.to_dict(), "status": status, "reading": reading}
 
 
 def read_topology(path: Path) -> dict[str, Any]:

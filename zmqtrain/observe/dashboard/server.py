@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zmqtrain.errors import ZmqTrainError
-from zmqtrain.observe.dashboard.follow import Followed
+from zmqtrain.observe.dashboard.follow import Followed, seen
 from zmqtrain.observe.run_directory import runs_of
 from zmqtrain.observe.strict_json import dumps
 
@@ -121,9 +121,7 @@ class Dashboard:
                 await asyncio.sleep(LOOK_S)
 
     def _look(self, run: Followed) -> dict[str, Any]:
-        status = self._control.state(run.path)  # before the events: what the run wrote at its end is read, too
-        reading = run.look()
-        return {**run.to_dict(), "status": status, "reading": reading}
+        return seen(run, self._control.state)
 
     async def log(self, request: Request) -> Response:
         """A part of a role's log."""

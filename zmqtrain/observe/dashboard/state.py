@@ -1,4 +1,4 @@
-"""A run's state for the page: a fold of its events, of bounded size however long the run is."""
+"""A run's state, for the page and the terminal: a fold of its events, of bounded size however long the run is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 from zmqtrain.observe.dashboard.curve import Curve
 from zmqtrain.observe.peer_order import peer_order
+from zmqtrain.observe.progress import Progress
+from zmqtrain.observe.slowness import SlowNow
 from zmqtrain.observe.summary import metrics_of
 from zmqtrain.observe.sums import FieldSums, fields_of, parts_in, parts_of
 
@@ -24,10 +26,13 @@ MOST_FEED = 1000
 NEW = 0.1
 #: A worker is a straggler if its own part of a step takes this many times as long as the others' median, and this much longer.
 SLOWER, SLOWER_S = 1.5, 0.001
+#: A worker that is there and has done no step for so many seconds is said to be quiet, while the run lasts.
+QUIET_S = 10.0
 #: Events that are drawn as curves, and would only fill the feed.
 _CURVES = ("schema", "links", "step", "sums", "span", "spread", "samples", "momentum", "eval")
 #: What becomes of a member, by the kind of event that says so.
 _STATES = {"join": "there", "leave": "left", "lost": "lost", "failed": "failed", "exit": "ended"}
+_HEALTH = {"there": "in the run", "left": "has left", "lost": "lost", "failed": "failed", "ended": "has ended"}
 _ALARMS = ("lost", "slow", "failed", "halt", "warning", "checkpoint failed", "checkpoint late", "refused", "model failed")
 
 
@@ -51,7 +56,7 @@ class RunState:
         self._traffic: dict[str, Mapping[str, int]] = {}
         self._so_far: dict[str, Mapping[str, int]] = {}  # large messages, of members that have not left yet
         self._checkpoints: Json = {"newest": None, "complete": 0, "failed": 0}
-        self._planned: int | None = None
+        self._progress, self._slow = Progress(), SlowNow()
         self._feed: deque[Json] = deque(maxlen=MOST_FEED)
         self._fed = 0
 
@@ -65,6 +70,7 @@ class RunState:
         self.start = time if self.start is None else self.start
         self._newest = max(self._newest, time)
         at = time - self.start
+        self._progress.add(event, time)
         if kind == "step" and isinstance(step, int) and isinstance(rank, int):
             self._add_step(peer, rank, event, at, values)
         elif kind == "sums" and isinstance(step, int) and isinstance(rank, int):
@@ -78,8 +84,8 @@ class RunState:
             self._traffic[peer] = dict(values.get("sent") or {})
         elif kind == "links":
             self._so_far[peer] = {to: int(row[0]) for to, row in dict(values.get("sent") or {}).items()}
-        elif kind == "start" and isinstance(values.get("steps"), int):
-            self._planned = values["steps"]
+        elif kind == "slow":
+            self._slow.add(peer, values)
         elif kind in ("checkpoint complete", "checkpoint failed", "checkpoint late"):
             self._checkpoints["complete" if kind == "checkpoint complete" else "failed"] += 1
             if kind == "checkpoint complete":
@@ -170,22 +176,51 @@ class RunState:
         groups = {str(group): curve.to_dict() for group, curve in sorted(self._groups.items())}
         served = sum(self._served.values(), Counter[int]())
         staleness = served or self._seen
+        slowest = straggler(workers)
+        shown = [self._shown(worker, slowest) for worker in workers]
+        parts = {name: sum(worker["means"].get(name, 0.0) for worker in shown) for name in self._split}
+        whole = sum(parts.values())
         return {
             "start": self.start,
             "newest": self._newest,
-            "planned": self._planned,
+            **self._progress.to_dict(),
+            "slow": self._slow.to_list(),
             "loss": self._loss.to_dict(),
             "group_loss": groups if len(groups) > 1 else {},
             "lr": self._lr.to_dict(),
             "eval": {name: curve.to_dict() for name, curve in self._eval.items()},
             "split": {name: curve.to_dict() for name, curve in self._split.items()},
-            "workers": [worker.to_dict() for worker in workers],
-            "members": [self._members[peer] for peer in sorted(self._members, key=peer_order)],
-            "straggler": straggler(workers),
-            "staleness": {"counts": sorted(staleness.items()), "by": "servers" if served else "workers"},
+            "workers": shown,
+            "members": [{**self._members[peer], "health": self._health(peer)} for peer in sorted(self._members, key=peer_order)],
+            "straggler": slowest,
+            "staleness": {
+                "counts": sorted(staleness.items()),
+                "by": "servers" if served else "workers",
+                "mean": sum(each * count for each, count in staleness.items()) / staleness.total() if staleness else None,
+            },
+            "samples_per_s": sum(worker["samples_per_s"] for worker in shown),
+            "shares": {name: seconds / whole for name, seconds in parts.items()} if whole else None,
             "traffic": self._matrix(),
             "checkpoints": self._checkpoints,
         }
+
+    def _shown(self, worker: _Worker, slowest: Json | None) -> Json:
+        quiet_s = self._newest - (self.start or 0.0) - worker.at
+        words = [self._health(worker.peer), "straggler" if slowest is not None and slowest["peer"] == worker.peer else ""]
+        there = self._members.get(worker.peer, {}).get("state") == "there"
+        return {
+            **worker.to_dict(),
+            "health": ", ".join(filter(None, words)),
+            "quiet_s": quiet_s if there and quiet_s > QUIET_S else None,
+        }
+
+    def _health(self, peer: str) -> str:
+        """What became of a member, in words; empty: nothing is known."""
+        member = self._members.get(peer)
+        if member is None:
+            return ""
+        before = f", was lost {member['lost']} time(s)" if member["lost"] and member["state"] == "there" else ""
+        return _HEALTH[member["state"]] + before
 
     def _matrix(self) -> Json | None:
         traffic = {**self._so_far, **self._traffic}
@@ -223,7 +258,7 @@ class _Worker:
         means = {name: float(f"{value:.4g}") for name, value in self._means.items()}
         return {
             "peer": self.peer, "host": self.host, "group": self.group, "step": self.step, "at": round(self.at, 3),
-            "loss": self.loss,
+            "loss": self.loss, "seconds": seconds,
             "means": means, "samples_per_s": round(rate, 1),
         }  # fmt: skip
 

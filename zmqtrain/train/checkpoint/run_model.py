@@ -49,6 +49,7 @@ async def gathered(replica: Replica, exchange: Exchange, group: Group, own: Grou
 
 async def take_run_model(replica: Replica, exchange: Exchange, group: Group, own: Group, tag: str) -> None:
     """As `gathered`, but the worker's own parameters are not restored."""
+    await exchange.require_alike(group, tag)
     for bucket in replica.buckets:
         if exchange.model is RunModel.CENTER:
             await _take_center(bucket, exchange.center(bucket), own, tag)

@@ -129,8 +129,10 @@ function render() {
   $("checkpoint").disabled = !running;
   numbers(state);
   const slow = state.straggler;
-  $("straggler").hidden = !slow;
-  if (slow) $("straggler").textContent = `Straggler: ${slow.peer} on ${slow.host} takes ${duration(slow.seconds)} for its own part of a step, ${(slow.seconds / slow.others).toFixed(1)} times the others' ${duration(slow.others)}.`;
+  const named_slow = state.slow.map((each) => each.reason);
+  if (slow) named_slow.unshift(`Straggler: ${slow.peer} on ${slow.host} takes ${duration(slow.seconds)} for its own part of a step, ${(slow.seconds / slow.others).toFixed(1)} times the others' ${duration(slow.others)}.`);
+  $("straggler").hidden = !named_slow.length;
+  $("straggler").textContent = named_slow.join(" · ");
   const gone = state.members.filter((member) => member.state === "lost" || member.state === "failed");
   $("gone").hidden = !gone.length;
   $("gone").textContent = gone.map((member) => `${member.peer} ${member.state}: ${member.reason}`).join(" · ");
@@ -145,15 +147,15 @@ function render() {
 
 function numbers(state) {
   const last = (curve) => curve.value.at(-1);
-  const steps = state.workers.map((worker) => worker.step + 1);
-  const rate = state.workers.reduce((sum, worker) => sum + worker.samples_per_s, 0);
-  const step = steps.length ? (Math.min(...steps) === Math.max(...steps) ? brief(steps[0]) : `${brief(Math.min(...steps))}..${brief(Math.max(...steps))}`) : "–";
+  const [low, high] = state.done ?? [];
+  const step = state.done ? (low === high ? brief(low) : `${brief(low)}..${brief(high)}`) : "–";
   const shown = [
-    ["Step", state.planned && steps.length ? `${step} of ${brief(state.planned)}` : step],
+    ["Step", state.planned && state.done ? `${step} of ${brief(state.planned)}` : step],
+    ...(state.left_s && state.status.status === "running" ? [["Time left", duration(state.left_s)]] : []),
     ["Loss", brief(last(state.loss))],
     ...Object.entries(state.eval).slice(0, 3).map(([name, curve]) => [`Evaluation: ${name}`, brief(last(curve))]),
-    ["Samples/s, newest steps", brief(rate)],
-    ["Exposed communication", share(state, "exposed")],
+    ["Samples/s, newest steps", brief(state.samples_per_s)],
+    ["Exposed communication", state.shares ? `${Math.round(100 * state.shares.exposed)} %` : "–"],
     ["Learning rate", brief(last(state.lr))],
     ["Time", state.start === null ? "–" : duration(state.newest - state.start)],
     ["Newest checkpoint", state.checkpoints.newest === null ? "none" : `step ${brief(state.checkpoints.newest)}`],
@@ -164,12 +166,6 @@ function numbers(state) {
     box.append(make("dt", name), make("dd", value));
     return box;
   }));
-}
-
-function share(state, part) {
-  const total = (name) => state.workers.reduce((sum, worker) => sum + (worker.means[name] ?? 0), 0);
-  const all = total("compute") + total("exposed") + total("other");
-  return all ? `${Math.round((100 * total(part)) / all)} %` : "–";
 }
 
 function curves(state, other) {
@@ -203,43 +199,34 @@ function bar(parts, whole, text) {
   return box;
 }
 
-const HEALTH = { there: "in the run", left: "has left", lost: "lost", failed: "failed", ended: "has ended" };
-
-function health(state, peer, at) {
-  const member = state.members.find((each) => each.peer === peer);
-  const quiet = state.status.status === "running" && at !== undefined ? state.newest - state.start - at : 0;
-  let text = member ? HEALTH[member.state] : "";
-  if (member?.lost && member.state === "there") text += `, was lost ${member.lost} time(s)`;
-  if (member?.state === "there" && quiet > 10) text += `, no step for ${duration(quiet)}`;
-  if (state.straggler?.peer === peer) text += ", straggler";
-  return [text, `nowrap ${member?.state ?? ""}`];
+function health(state, worker) {
+  const member = state.members.find((each) => each.peer === worker.peer);
+  const quiet = state.status.status === "running" && worker.quiet_s ? `no step for ${duration(worker.quiet_s)}` : "";
+  return [[worker.health, quiet].filter(Boolean).join(", "), `nowrap ${member?.state ?? ""}`];
 }
 
 function workers(state) {
-  const longest = Math.max(...state.workers.map((worker) => total(worker)), 0);
+  const longest = Math.max(...state.workers.map((worker) => worker.seconds), 0);
   $("workers").replaceChildren(...state.workers.map((worker) => {
     const { compute = 0, exposed = 0, other = 0 } = worker.means;
     const text = `compute ${duration(compute)}, exposed communication ${duration(exposed)}, other waits ${duration(other)}`;
     return row([
-      worker.peer, worker.host, String(worker.group), health(state, worker.peer, worker.at), [brief(worker.step), "number"],
-      [brief(worker.loss), "number"], [brief(worker.samples_per_s), "number"], [duration(total(worker)), "number nowrap"],
+      worker.peer, worker.host, String(worker.group), health(state, worker), [brief(worker.step), "number"],
+      [brief(worker.loss), "number"], [brief(worker.samples_per_s), "number"], [duration(worker.seconds), "number nowrap"],
       bar([["compute", compute], ["exposed", exposed], ["wait", other]], longest, text),
     ], true);
   }));
 }
 
-const total = (worker) => (worker.means.compute ?? 0) + (worker.means.exposed ?? 0) + (worker.means.other ?? 0);
-
 function members(state) {
   const shown = new Set(state.workers.map((worker) => worker.peer));
   const others = state.members.filter((member) => !shown.has(member.peer));
-  $("members").replaceChildren(...others.map((member) => row([member.peer, member.host, [HEALTH[member.state], `nowrap ${member.state}`], member.reason], true)));
+  $("members").replaceChildren(...others.map((member) => row([member.peer, member.host, [member.health, `nowrap ${member.state}`], member.reason], true)));
 }
 
 function staleness(state) {
-  const { counts, by } = state.staleness;
+  const { counts, by, mean } = state.staleness;
   const all = counts.reduce((sum, [, count]) => sum + count, 0);
-  const mean = all ? counts.reduce((sum, [value, count]) => sum + value * count, 0) / all : 0;
   $("stale-by").textContent = all ? `Updates between a worker's read and its write, as ${by} counted them: ${mean.toFixed(2)} in the mean.` : "Nothing is stale: no asynchronous reads have been counted.";
   const most = Math.max(...counts.map(([, count]) => count), 1);
   const rows = counts.length > 24 ? counts.slice(0, 24) : counts;

@@ -1,0 +1,216 @@
+"""What the page shows, for a terminal: the same figures, as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from zmqtrain.observe.dashboard.state import Json
+from zmqtrain.observe.terminal import brief, duration, harmless, progress_line
+
+#: Events where the height is not limited, and the least where it is: workers come first.
+MOST_EVENTS, LEAST_EVENTS = 10, 3
+#: The parts of a step: how each is drawn with a terminal's characters, with plain ones, and its colour.
+PARTS = {"compute": ("█", "#", "green"), "exposed": ("▒", "=", "red"), "other": ("░", ".", "yellow")}
+#: The width from which on a worker's group, samples/s and health have columns, too.
+WIDE = 100
+_BAR, _WIDE_BAR = 22, 32
+_HEIGHTS, _CURVE = "▁▂▃▄▅▆▇█", 40
+_COLOURS = {"running": "green", "done": "blue", "failed": "red", "lost": "red", "halted": "red"}
+
+
+class Screen:
+    """A run's state (`zmqtrain.observe.dashboard.follow.seen`) and its newest events, as wide as the console, and as high at most
+    if that has a height."""
+
+    def __init__(self, state: Json, feed: Sequence[Json], *, hint: str = "") -> None:
+        """``hint``: the last line."""
+        self._state, self._feed, self._hint = state, feed, hint
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        plain = options.ascii_only
+        head = Group(*_head(self._state, plain=plain))
+        end = [_line(self._hint, style="dim")] if self._hint else []
+        wide, workers = options.max_width >= WIDE, self._state["workers"]
+        events = MOST_EVENTS
+        rows: int | None = None
+        if options.height is not None:
+            taken = len(console.render_lines(head, options.update(height=None))) + len(end)
+            room = max(0, options.height - taken - (1 if workers else 0) - 1)  # the headings
+            rows = max(1, min(len(workers), room - LEAST_EVENTS))
+            rows = rows - 1 if rows < len(workers) else rows  # a line says how many there are besides
+            events = max(0, room - min(len(workers), rows + 1))
+        yield head
+        if workers:
+            yield _workers(self._state, rows, wide=wide, plain=plain)
+        yield _events(self._feed[-events:] if events else [])
+        yield from end
+
+
+def _head(state: Json, *, plain: bool) -> Iterator[RenderableType]:
+    status = str(state["status"].get("status"))
+    running = status == "running"
+    yield _line(str(state["name"]), style="bold").append(f"  {status}", style=_COLOURS.get(status, "")).append(f"  {_about(state)}")
+    yield progress_line({**state, "left_s": state["left_s"] if running else None})
+    yield _line("  ".join(_figures(state)))
+    if not plain and len(state["loss"]["value"]) > 1:
+        yield _line("loss  ").append(_curve(state["loss"]["value"]), style="cyan")
+    for text in _alarms(state):
+        yield _line(text, style="red")
+    if others := _others(state):
+        yield _line(others)
+
+
+def _about(state: Json) -> str:
+    hosts = [str(name) for name in state["hosts"]]
+    words = []
+    if state["groups"] is not None:
+        words.append(f"{state['groups']} group(s) of {state['group_size']} worker(s)")
+    if state["exchange"]:
+        words.append(str(state["exchange"]))
+    if hosts:
+        words.append(f"{len(hosts)} host(s): {', '.join(hosts[:6])}{', ...' if len(hosts) > 6 else ''}")
+    if state["reading"]:
+        words.append("still reading its events")
+    if state["broken"]:
+        words.append(f"{state['broken']} line(s) of its events cannot be read")
+    return ", ".join(words)
+
+
+def _figures(state: Json) -> Iterator[str]:
+    yield f"loss {brief(_last(state['loss']))}"
+    for name, curve in state["eval"].items():
+        yield f"eval {name} {brief(_last(curve))}"
+    yield f"lr {brief(_last(state['lr']))}"
+    yield f"{brief(state['samples_per_s'])} samples/s"
+    if state["shares"]:
+        yield f"exposed communication {100 * state['shares']['exposed']:.0f} %"
+    if state["staleness"]["mean"] is not None:
+        yield f"staleness {state['staleness']['mean']:.2f}"
+    if state["start"] is not None:
+        yield f"time {duration(state['newest'] - state['start'])}"
+    kept = state["checkpoints"]
+    yield "no checkpoint" if kept["newest"] is None else f"checkpoint at step {kept['newest']:,}"
+    if kept["failed"]:
+        yield f"{kept['failed']} checkpoint(s) failed"
+
+
+def _curve(values: Sequence[float]) -> str:
+    """Means of neighbouring values, from the first to the last."""
+    count = min(_CURVE, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
+    low, high = min(means), max(means)
+    top = len(_HEIGHTS) - 1
+    return "".join(_HEIGHTS[round(top * (mean - low) / (high - low)) if high > low else 0] for mean in means)
+
+
+def _alarms(state: Json) -> Iterator[str]:
+    if slow := state["straggler"]:
+        times = f"{slow['seconds'] / slow['others']:.1f} times the others' " if slow["others"] else "the others take "
+        own = f"takes {duration(slow['seconds'])} for its own part of a step"
+        yield f"straggler: {slow['peer']} on {slow['host']} {own}, {times}{duration(slow['others'])}"
+    for each in state["slow"]:
+        yield f"slow: {each['reason'] or each['peer']}"
+    for member in state["members"]:
+        if member["state"] in ("lost", "failed"):
+            yield f"{member['peer']} {member['health']}: {member['reason']}"
+    for worker in state["workers"]:
+        if worker["quiet_s"] and state["status"].get("status") == "running":
+            yield f"{worker['peer']} on {worker['host']}: no step for {duration(worker['quiet_s'])}"
+
+
+def _others(state: Json) -> str:
+    """Servers and agents, by what became of them; those that are lost have lines of their own."""
+    shown = {worker["peer"] for worker in state["workers"]}
+    healths: dict[str, list[str]] = {}
+    for member in state["members"]:
+        if member["peer"] not in shown and member["state"] not in ("lost", "failed"):
+            healths.setdefault(member["health"], []).append(str(member["peer"]))
+    said = [f"{', '.join(peers[:8])}{', ...' if len(peers) > 8 else ''}: {health}" for health, peers in healths.items()]
+    return "; ".join(said)
+
+
+def _workers(state: Json, rows: int | None, *, wide: bool, plain: bool) -> Table:
+    workers = state["workers"]
+    longest = max(worker["seconds"] for worker in workers)
+    slow = {each["peer"] for each in state["slow"]}
+    gone = {member["peer"] for member in state["members"] if member["state"] in ("lost", "failed")}
+    if state["straggler"]:
+        slow.add(state["straggler"]["peer"])
+    shown = workers
+    if rows is not None and rows < len(workers):  # those that have trouble first
+        chosen = sorted(workers, key=lambda worker: worker["peer"] not in slow | gone)[:rows]
+        shown = [worker for worker in workers if any(worker is each for each in chosen)]
+    table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False, expand=wide)
+    table.add_column("worker", no_wrap=True, overflow="crop", min_width=max(len(worker["peer"]) for worker in shown))
+    table.add_column("host", no_wrap=True, overflow="crop", max_width=None if wide else 12)
+    if wide:
+        table.add_column("group", justify="right")
+    for name in ("step", "loss", *(["samples/s"] if wide else []), "step time"):
+        table.add_column(name, justify="right", no_wrap=True, overflow="crop", min_width=9 if name == "step time" else None)
+    width = _WIDE_BAR if wide else _BAR
+    table.add_column(_legend(plain=plain), no_wrap=True, overflow="crop", min_width=width)
+    if wide:
+        table.add_column("health", no_wrap=True, overflow="crop", ratio=1)
+    for worker in shown:
+        style = "red" if worker["peer"] in gone | slow else ""
+        cells = [_line(worker["peer"]), _line(worker["host"])]
+        if wide:
+            cells.append(_line(str(worker["group"])))
+        cells += [_line(f"{worker['step']:,}"), _line(brief(worker["loss"]))]
+        if wide:
+            cells.append(_line(brief(worker["samples_per_s"])))
+        cells += [_line(duration(worker["seconds"])), _bar(worker["means"], longest, width, plain=plain)]
+        if wide:
+            cells.append(_line(worker["health"]))
+        table.add_row(*cells, style=style)
+    if len(shown) < len(workers):
+        table.add_row(_line(f"{len(workers) - len(shown)} more", style="dim"))
+    return table
+
+
+def _legend(*, plain: bool) -> Text:
+    legend = Text()
+    for (mark, simple, colour), word in zip(PARTS.values(), ("compute", "exposed", "wait"), strict=True):
+        legend.append(simple if plain else mark, style=colour).append(word + " ", style="dim")
+    return legend
+
+
+def _bar(means: dict[str, float], longest: float, width: int, *, plain: bool) -> Text:
+    """A step's parts, as long as its share of the longest step. Each ends at a whole character, so that their sum is right."""
+    bar, end, total = Text(), 0, 0.0
+    for name, (mark, simple, colour) in PARTS.items():
+        total += means.get(name, 0.0)
+        begin, end = end, round(width * total / longest) if longest else 0
+        bar.append((simple if plain else mark) * (end - begin), style=colour)
+    return bar
+
+
+def _events(feed: Sequence[Json]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False, expand=True)
+    for name in ("time", "event", "member", "step"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "step" else "left")
+    table.add_column("what", no_wrap=True, ratio=1, overflow="crop")
+    for item in reversed(feed):
+        time = item["time"]
+        when = f"{datetime.fromtimestamp(time):%H:%M:%S}" if time > 1e9 else duration(time)  # virtual seconds
+        step = "" if item["step"] is None else str(item["step"])
+        cells = [_line(str(text)) for text in (when, item["kind"], item["peer"], step, item["text"])]
+        table.add_row(*cells, style="red" if item["alarm"] else "")
+    return table
+
+
+def _last(curve: Json) -> float | None:
+    return curve["value"][-1] if curve["value"] else None
+
+
+def _line(text: Any, style: str = "") -> Text:
+    """Text of the run, which is never markup, and tells the terminal nothing."""
+    return Text(harmless(str(text)), style=style, overflow="fold")
