@@ -143,7 +143,7 @@ class ProtocolError(ZmqTrainError):
     """The peer violates the protocol."""
 
     exit_code = 65
-    verdict = "network"
+    verdict: Verdict = "network"
 
 
 class WireError(ProtocolError):
@@ -310,7 +310,7 @@ class ConnectivityError(ZmqTrainError):
     """The network or a host failed; the same run may work when tried again."""
 
     exit_code = 128
-    verdict = "network"
+    verdict: Verdict = "network"
     consequence = True
 
 
