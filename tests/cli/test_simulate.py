@@ -48,7 +48,8 @@ def test_json_is_json_only(file: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_failing_run_says_whose_fault_it_is(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = file.read_text() + '\n[[faults]]\nkind = "kill"\ntarget = "worker/2"\nat = "200 ms"\n'
+    text = file.read_text().replace("[job]\n", "[job]\nelastic = false\n", 1)
+    text += '\n[[faults]]\nkind = "kill"\ntarget = "worker/2"\nat = "200 ms"\n'
     file.write_text(text)
     assert run_simulate(file, run_dir=tmp_path / "run") == 128 + 9
     captured = capsys.readouterr()

@@ -143,6 +143,8 @@ def _by_statistics(input: Placed) -> bool:
     """Whether channels or places are divided, of numbers of which torch would sum as precisely."""
     place = input.placement
     known = place.divided is not None and place.sample_dimension == 0 and place.summands == "none"
+    if place.across is not None and 1 in (place.divided, place.across):
+        return False  # channels and places at once: what belongs to channels would have to be added up over some rows
     return known and input.dtype in (torch.float32, torch.float64)
 
 
