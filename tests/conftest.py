@@ -28,6 +28,8 @@ settings.load_profile("fast")
 #: the end, and no worker is left alone with a long one.
 LONG_FIRST = (
     "test_apart.py",
+    "test_tutorials.py",
+    "integrations",
     "launcher",
     "resume",
     "examples",
