@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -16,7 +17,8 @@ from torch import Tensor
 from tests.host.world import MIB, teams, together
 from zmqtrain.arena import Arena
 from zmqtrain.arena.region import PAGE
-from zmqtrain.host.adopted import LEAST_BYTES, SETTING, USES, Adopted, Adoptions, Others
+from zmqtrain.host import in_place
+from zmqtrain.host.adopted import LEAST_BYTES, SETTING, USES, Adopted, Adoptions, pages_of
 from zmqtrain.host.window import Window
 
 NUMEL = LEAST_BYTES // 4 + 3 * PAGE
@@ -51,6 +53,18 @@ def shared_mappings() -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "zmqtrain-adopted" in line and " rw-s " in line]
 
 
+def shared_kib() -> int:
+    """The memory of adopted pages that this process has mapped, its own and others'."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word = line.split()[0]
+        if not word.endswith(":"):
+            ours = "zmqtrain-adopted" in line
+        elif ours and word == "Rss:":
+            found += int(line.split()[1])
+    return found
+
+
 def reduced(contents: Sequence[Sequence[Tensor]], adoptions: Sequence[Adoptions], combine: Callable[..., Tensor]) -> list[bool]:
     """All ranks reduce their tensors until those are adopted, and then once more. Returns whether they were, for each rank."""
     size = len(contents)
@@ -81,8 +95,8 @@ def test_sums_have_the_bits_of_those_through_the_window(size: int, dtype: torch.
     here = [[torch.cat([value[: 5 * rank], value])[5 * rank :] for value in each] for rank, each in enumerate(values)]
     reduced(values, [make(0) for _ in range(size)], torch.add)
     assert reduced(here, [make() for _ in range(size)], torch.add) == [True] * size
-    for through, in_place in zip(values, here, strict=True):
-        for one, other in zip(through, in_place, strict=True):
+    for through, summed in zip(values, here, strict=True):
+        for one, other in zip(through, summed, strict=True):
             assert torch.equal(one, other)
 
 
@@ -98,14 +112,13 @@ def test_other_operations_and_a_rank_without_adopted_tensors(make: Make) -> None
 
 
 def test_ranks_that_cannot_read_each_other_use_the_window(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Others.open
     refused = []
 
-    def one_fails(self: Others, number: int, file: int, nbytes: int) -> bool:
-        refused.append(number)
-        return len(refused) > 1 and whole(self, number, file, nbytes)
+    def one_fails(process: int, file: int, nbytes: int) -> Tensor | None:
+        refused.append(file)
+        return pages_of(process, file, nbytes) if len(refused) > 1 else None
 
-    monkeypatch.setattr(Others, "open", one_fails)
+    monkeypatch.setattr(in_place, "pages_of", one_fails)
     found = [[torch.full((NUMEL,), rank + 1.0) for _ in range(2)] for rank in range(2)]
     reduced(found, [make() for _ in range(2)], torch.add)
     assert all(bool((flat == 3).all()) for each in found for flat in each)
@@ -193,16 +206,64 @@ def test_a_forked_process_has_its_own_copy(make: Make) -> None:
 
 
 def test_others_only_read(make: Make) -> None:
-    adoptions, others = make(), Others(os.getpid)
+    adoptions = make()
     flat = torch.arange(NUMEL, dtype=torch.float32)
     found = adopt(adoptions, flat)
     assert found is not None
-    assert others.open(found.number, found.file, found.nbytes)
-    seen = others.memory(found.number).view(torch.float32)
+    pages = pages_of(os.getpid(), found.file, found.nbytes)
+    assert pages is not None
+    seen = pages.view(torch.float32)
     first = found.before // 4
     assert torch.equal(seen, flat[first : first + len(seen)])
     flat.fill_(7.0)
     assert bool((seen == 7).all()), "the same memory"
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "zmqtrain-adopted" in line]
     assert sorted(line.split()[1] for line in lines if line.split()[4] == str(os.fstat(found.file).st_ino)) == ["r--s", "rw-s"]
-    assert not Others(lambda: 1).open(1, 0, PAGE), "another user's process, or one that has no such file"
+    assert pages_of(1, 0, PAGE) is None, "another user's process, or one that has no such file"
+
+
+def test_ranks_whose_tensors_come_in_other_patterns_agree_when_pages_are_new(make: Make) -> None:
+    """Rank 0 has one tensor, and rank 1 two in turn: for rank 0 it is the second's first time, for rank 1 nothing is new."""
+    region = Arena.create(2, 16 * MIB)
+    members = teams(region, 2, timeout_s=5.0)
+    adoptions = [make(), make()]
+
+    def work(rank: int) -> list[float]:
+        window = Window(members[rank], chunk_bytes=MIB // 4, adoptions=adoptions[rank])
+        tensors = [torch.empty(NUMEL) for _ in range(1 + rank)]
+        found = []
+        for step in range(6 * USES):
+            flat = tensors[step % len(tensors)]
+            flat.fill_(rank + step)
+            window.all_reduce(flat, torch.add, "a sum")
+            assert bool((flat == flat[0]).all())
+            found.append(float(flat[0]))
+        return found
+
+    assert together(work, 2) == [[2.0 * step + 1 for step in range(6 * USES)]] * 2
+    region.close()
+
+
+def test_memory_that_others_have_read_is_free_once_it_is_given_up(make: Make) -> None:
+    region = Arena.create(2, 16 * MIB)
+    members = teams(region, 2)
+    adoptions = [make(), make()]
+
+    def work(rank: int) -> list[int]:
+        window = Window(members[rank], chunk_bytes=MIB // 4, adoptions=adoptions[rank])
+        kept = []
+        for _ in range(4):
+            flat = torch.ones(NUMEL)
+            for _ in range(USES + 1):
+                window.all_reduce(flat, torch.add, "a sum")
+            del flat
+            adoptions[rank].sweep()
+            together_here.wait()
+            kept.append(shared_kib() - before)
+            together_here.wait()
+        return kept
+
+    together_here = threading.Barrier(2)
+    before = shared_kib()
+    assert together(work, 2) == [[0] * 4] * 2
+    region.close()

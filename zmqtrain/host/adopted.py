@@ -23,7 +23,7 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +46,13 @@ _NAME = "zmqtrain-adopted"
 _FIXED = 0x10  # MAP_FIXED and MADV_DONTFORK of Linux, which Python's mmap does not have
 _POPULATE = 0x8000
 _DONTFORK = 10
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -163,6 +165,7 @@ class Adoptions:
             elif torch._C._storage_Use_Count(each.storage._cdata) == 1:
                 with suppress(OSError):  # no memory for now
                     _map(each.address, each.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+                    _empty(each.file, each.nbytes)
                     self._drop(key)
 
     def _drop(self, key: tuple[int, int, int]) -> None:
@@ -210,36 +213,16 @@ ADOPTIONS = Adoptions()
 """Those of this process."""
 
 
-class Others:
-    """What another process of the host has adopted, as this one sees it."""
-
-    def __init__(self, process: Callable[[], int], most: int = 64) -> None:
-        """``process``: its number. ``most``: ranges that stay mapped."""
-        self._process, self._most = process, most
-        self._maps: OrderedDict[int, Tensor] = OrderedDict()
-
-    def knows(self, number: int) -> bool:
-        """Whether the range is mapped."""
-        return number in self._maps
-
-    def open(self, number: int, file: int, nbytes: int) -> bool:
-        """Map a range. Returns False if this process may not."""
-        with suppress(OSError, ValueError):
-            opened = os.open(f"/proc/{self._process()}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                found = mmap.mmap(opened, nbytes, mmap.MAP_SHARED | _POPULATE, mmap.PROT_READ)
-            finally:
-                os.close(opened)
-            self._maps[number] = _read_only(found)
-            while len(self._maps) > self._most:
-                self._maps.popitem(last=False)
-            return True
-        return False
-
-    def memory(self, number: int) -> Tensor:
-        """The range's bytes, for reading."""
-        self._maps.move_to_end(number)
-        return self._maps[number]
+def pages_of(process: int, file: int, nbytes: int) -> Tensor | None:
+    """The bytes of a range that another process of the host has adopted, for reading. None if this process may not."""
+    try:
+        opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return _read_only(mmap.mmap(opened, nbytes, mmap.MAP_SHARED | _POPULATE, mmap.PROT_READ))
+        finally:
+            os.close(opened)
+    except (OSError, ValueError):
+        return None
 
 
 def _pinned(flat: Tensor) -> bool:
@@ -312,6 +295,11 @@ def _map(address: int, nbytes: int, flags: int, file: int) -> None:
     if _libc.mmap(address, nbytes, access, flags | _FIXED, file, 0) == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def _empty(file: int, nbytes: int) -> None:
+    """Free a file's memory at once: others may have it mapped for long. Its length stays, so that nobody ends by touching it."""
+    _libc.fallocate(file, _KEEP_SIZE | _PUNCH_HOLE, 0, nbytes)
 
 
 def _write(file: int, address: int, nbytes: int) -> None:

@@ -8,16 +8,16 @@ own. Sums are added in the order of the ranks, with the same bits as those throu
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from zmqtrain.arena.arena import PROCESS
 from zmqtrain.arena.region import PAGE
 from zmqtrain.collectives.group import bounds
-from zmqtrain.host.adopted import Adopted, Adoptions, Others
+from zmqtrain.host.adopted import Adopted, Adoptions, pages_of
 from zmqtrain.host.sums import Combine, sum_into
 from zmqtrain.host.team import Team
 
@@ -26,6 +26,8 @@ _FORMAT = struct.Struct("<QQQQ")
 NBYTES = _FORMAT.size
 #: After so many operations in which only some processes' tensors were adopted, a process offers no more: each costs a wait.
 _MOST_MIXED = 4
+#: Tensors that stay mapped, the last ones used: as many as whose uses are counted.
+_MOST_OPENED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,9 @@ class InPlace:
 
     def __init__(self, team: Team, adoptions: Adoptions) -> None:
         self._team, self._adoptions = team, adoptions
-        self._others = [Others(partial(team.words_of(member).get, PROCESS)) for member in range(team.size)]
+        #: The pages of all members' tensors that came together, by their numbers; None for one's own. All members have the same
+        #: numbers in it, whatever tensors each one takes again and again.
+        self._opened: OrderedDict[tuple[int, ...], list[Tensor | None]] = OrderedDict()
         self._mixed = 0
 
     def offer(self, flat: Tensor) -> Place:
@@ -71,17 +75,25 @@ class InPlace:
     def refuse(self) -> None:
         """Offer nothing any more."""
         self._mixed = _MOST_MIXED + 1
+        self._opened.clear()
 
     def is_new(self, places: Sequence[Place]) -> bool:
-        """Whether a tensor's pages must be opened first: all processes answer alike, since all see the same places each time."""
-        return any(not others.knows(place.number) for others, place in self._of_others(places))
+        """Whether pages must be opened first: all members answer alike."""
+        return _numbers(places) not in self._opened
 
     def open(self, places: Sequence[Place]) -> bool:
-        """Open all pages that are new. Returns False if this process cannot."""
-        return all(
-            others.knows(place.number) or others.open(place.number, place.file, place.nbytes)
-            for others, place in self._of_others(places)
-        )
+        """Open the pages of tensors that have not come together before. Returns False if this process cannot."""
+        opened: list[Tensor | None] = []
+        for member, place in enumerate(places):
+            own = member == self._team.rank
+            pages = None if own else pages_of(self._team.words_of(member).get(PROCESS), place.file, place.nbytes)
+            if pages is None and not own:
+                return False
+            opened.append(pages)
+        self._opened[_numbers(places)] = opened
+        while len(self._opened) > _MOST_OPENED:
+            self._opened.popitem(last=False)
+        return True
 
     def sum(
         self,
@@ -100,12 +112,14 @@ class InPlace:
         last = min(place.before + place.nbytes for place in places) // itemsize
         slices = [(first + start, first + stop) for start, stop in bounds(last - first, size)]
 
+        opened = self._opened[_numbers(places)]
+        self._opened.move_to_end(_numbers(places))
+
         def part(member: int, start: int, stop: int) -> Tensor:
-            if member == rank:
+            pages, before = opened[member], places[member].before
+            if pages is None:
                 return flat[start:stop]
-            place = places[member]
-            memory = self._others[member].memory(place.number)
-            return memory[start * itemsize - place.before : stop * itemsize - place.before].view(flat.dtype)
+            return pages[start * itemsize - before : stop * itemsize - before].view(flat.dtype)
 
         start, stop = slices[rank]
         if start < stop:
@@ -123,8 +137,9 @@ class InPlace:
             if len(target):
                 sum_into([target], ends, combine=combine)
 
-    def _of_others(self, places: Sequence[Place]) -> list[tuple[Others, Place]]:
-        return [(self._others[member], place) for member, place in enumerate(places) if member != self._team.rank]
+
+def _numbers(places: Sequence[Place]) -> tuple[int, ...]:
+    return tuple(place.number for place in places)
 
 
 def edges_of(flat: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,7 @@ so a tensor crosses memory once on each side, and no process needs shared memory
 and again are made where the tensors lie (`zmqtrain.host.in_place`).
 
 Windows have two halves, used in turn. A process writes to a half again only after all others have arrived at the chunk in between,
-and
-each arrives there only after it has read the half: so one wait per chunk is enough, and two if sums are written as well.
+and each arrives there only after it has read the half: so one wait per chunk is enough, and two if sums are written as well.
 """
 
 from __future__ import annotations
