@@ -6,7 +6,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -56,6 +57,14 @@ class Nodes:
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.out").read_text()
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait for something."""
+        end = time.monotonic() + PATIENCE_S
+        while not is_so():
+            if time.monotonic() > end:
+                raise AssertionError(f"not within {PATIENCE_S:g} s\n{self!r}")
+            time.sleep(0.05)
 
     def end(self, name: str) -> int:
         """Wait for the exit code of one."""

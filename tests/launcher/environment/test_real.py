@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launcher.environment.nodes import TOKEN, Nodes, free_port
-from tests.patience import PATIENCE_S
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.engine import Gathering
 from zmqtrain.launcher.environment.engine import EnvironmentEngine
@@ -65,10 +63,7 @@ def prepare(folder: Path, more: str = "", *, timeout_s: float = 60.0) -> int:
 
 
 def until_ready(nodes: Nodes) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not all((nodes.folder / f"ready-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < end, nodes
-        time.sleep(0.05)
+    nodes.until(lambda: all((nodes.folder / f"ready-{rank}").exists() for rank in range(2)))
     nodes.processes()
 
 
@@ -136,10 +131,7 @@ def test_all_nodes_run_the_same_command(tmp_path: Path, two: Namespaces | None) 
 def test_a_node_that_is_told_to_end_before_the_run(tmp_path: Path) -> None:
     with Nodes(tmp_path) as nodes:
         node = nodes.start("node", ["agent"], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"})
-        end = time.monotonic() + PATIENCE_S
-        while "waiting for the launcher at 127.0.0.1:9" not in nodes.said("node"):
-            assert time.monotonic() < end, nodes
-            time.sleep(0.05)
+        nodes.until(lambda: "waiting for the launcher at 127.0.0.1:9" in nodes.said("node"))
         node.send_signal(signal.SIGTERM)
         assert nodes.end("node") == 128 + signal.SIGTERM, nodes
 
