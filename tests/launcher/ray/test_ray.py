@@ -117,6 +117,7 @@ def test_runs_on_a_cluster(tmp_path: Path, cluster: str) -> None:
         roles = [psutil.Process(int((tmp_path / f"stays-{rank}").read_text())) for rank in range(2)]
         agents = [role.parent().parent() for role in roles]
         assert [agent.environ()["ZMQTRAIN_PEER"] for agent in agents] == ["agent/node1", "agent/node2"]
+        assert [role.nice() for role in roles] == [os.nice(0)] * 2, "Ray's own workers are nicer"
         actor = agents[1].parent()
         assert "AgentActor" in actor.cmdline()[0]
         actor.kill()

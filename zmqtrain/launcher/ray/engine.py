@@ -21,6 +21,8 @@ from zmqtrain.topology.schema import Host, Topology
 STOPPING_S = 10.0
 #: Seconds that a node may take to start an actor's process, once it has free resources.
 ACTOR_S = 60.0
+#: Ray gives what it runs a niceness of 15, which the agent and its roles would inherit: a node's other work would come first.
+ORDINARY_PRIORITY = {"env_vars": {"RAY_worker_niceness": "0"}}
 
 
 class ActorHandle:
@@ -140,7 +142,10 @@ class RayEngine:
         for number, (host, bundle) in enumerate(zip(hosts, bundles, strict=True)):
             place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
             self._actors[host.name] = remote.options(
-                num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), scheduling_strategy=place
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=place,
+                runtime_env=ORDINARY_PRIORITY,
             ).remote()
 
     async def _within(self, limit_s: float, waits: Sequence[Awaitable[Any]], what: str) -> list[Any]:
