@@ -115,7 +115,9 @@ class Injector:
         except KeyError:
             return
         host = self._cluster.hosts.get(role.host)
-        if self._plan.description.topology.elastic and role.kind == "worker" and host is not None and host.start_again(role):
+        topology = self._plan.description.topology
+        needed = topology.elastic and (role.kind == "worker" or (role.kind == "server" and topology.replicated))
+        if needed and host is not None and host.start_again(role):
             return
         process = spawn(self._cluster, peer, role.host)
         again = be_role(self._plan, role, self._plan.environment(peer), process)
