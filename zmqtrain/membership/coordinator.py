@@ -362,7 +362,7 @@ class Coordinator:
     async def _serve_backup(self, caller: PeerId, shard: Value, backup: Value) -> Value:
         if not isinstance(shard, int) or not isinstance(backup, str):
             raise ProtocolError(f"{caller} names a wrong shard or server")
-        return await self._decide(lambda ticket: self._roster.handle_backup(caller, shard, backup, ticket))
+        return await self._decide(lambda ticket: self._roster.handle_backup(caller, shard, backup, ticket, self._now()))
 
     async def _serve_heartbeat(self, caller: PeerId, alive: Value) -> Value:
         if not isinstance(alive, list):

@@ -268,7 +268,7 @@ class Roster:
         reason = f"{peer} is ready to take part"
         return [*self._tell_view(reason, but=peer), Answer(ticket, self.view().to_value(), reason)]
 
-    def handle_backup(self, head: PeerId, shard: int, backup: PeerId, ticket: Ticket) -> list[Action]:
+    def handle_backup(self, head: PeerId, shard: int, backup: PeerId, ticket: Ticket, now: float) -> list[Action]:
         """The server of a shard says that another one has an equal copy from now on."""
         error, other = self._may_not(head), self._members.get(backup)
         if error is None and (other is None or not other.here or other.member.kind != "server"):
