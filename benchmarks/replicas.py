@@ -59,8 +59,8 @@ def bench_replicas(*, models: Sequence[tuple[str, int]] = MODELS) -> Iterator[Ca
 
 
 def simulated(profile: str, batch: int, staleness: str, hosts: int, replicas: int) -> tuple[float, float]:
-    """Mean seconds of a step, and the bytes that all roles send for a step of a group, on virtual time. (Bytes that servers send each
-    other at the beginning count, too.)"""
+    """Mean seconds of a step, and the bytes that all roles send for a step of a group, on virtual time. (What servers send each
+    other at the beginning counts, too.)"""
     from zmqtrain.simulate.run import Options, simulate
     from zmqtrain.topology.load import parse_topology
 
