@@ -124,7 +124,7 @@ import sys
 import zmqtrain
 assert not {name for name in sys.modules if name.startswith("zmqtrain.")}, "nothing before it is used"
 assert callable(zmqtrain.simulate)
-import zmqtrain.plan.bars, zmqtrain.simulate.run
+import zmqtrain.plan.decided, zmqtrain.simulate.run
 assert callable(zmqtrain.simulate) and callable(zmqtrain.plan)
 from zmqtrain import simulate
 assert callable(simulate)
