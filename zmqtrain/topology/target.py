@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -11,14 +10,12 @@ from typing import Any
 
 from zmqtrain.errors import UsageError
 from zmqtrain.topology.compute import Compute
-from zmqtrain.topology.faults import dotted
 from zmqtrain.topology.job import Job
-from zmqtrain.topology.load import job_name, load_topology
-from zmqtrain.topology.overrides import Override, overridden
+from zmqtrain.topology.load import job_name
+from zmqtrain.topology.overrides import Override, load_overridden, overridden
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.topology.task_function import place_of
-from zmqtrain.topology.toml_lines import find_lines
 
 #: What can be launched, simulated or planned.
 Target = str | PathLike[str] | Topology | Mapping[str, Any] | Callable[..., Any]
@@ -54,7 +51,6 @@ def job_of(target: Target, settings: Mapping[str, Any], changes: Mapping[str, An
     overrides = [*_settings(settings, caller), *_changes(changes, caller)]
     function: Callable[..., Any] | None = None
     document: dict[str, Any]
-    lines: Mapping[str, int] = {}
     file = Path.cwd() / "job.toml"
     if isinstance(target, Topology):
         file = file.with_name(f"{target.job.name}.toml")
@@ -62,12 +58,8 @@ def job_of(target: Target, settings: Mapping[str, Any], changes: Mapping[str, An
             overridden(target.to_open_dict(), overrides, file=f"{caller}()", name=file.stem, lines={}) if overrides else target
         )
     elif isinstance(target, (str, PathLike)) and _is_file(fspath(target), caller):
-        topology = load_topology(fspath(target))  # errors of the file itself give their lines
         file = Path(target).absolute()
-        if overrides:
-            text = file.read_text(encoding="utf-8")
-            lines = {dotted(place): line for place, line in find_lines(text).items()}
-            topology = overridden(tomllib.loads(text), overrides, file=str(target), name=file.stem, lines=lines)
+        topology = load_overridden(Path(target), overrides)
     else:
         if isinstance(target, Mapping):
             document = _plain(target, f"{caller}()")
