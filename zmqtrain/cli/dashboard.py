@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from zmqtrain.cli.drain import drained
 from zmqtrain.cli.runs import launcher_of, state_of_run
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.asked import heeds
@@ -61,6 +62,9 @@ class Processes:
             raise UsageError(f"{path.name} cannot be asked for a checkpoint: it has not started, or is a simulation")
         launcher.send_signal(signal.SIGUSR2)
         return f"{path.name} keeps a checkpoint at the next step that all its workers reach; the events say when it is complete"
+
+    def drain(self, path: Path, host: str) -> str:
+        return drained(path, _launcher(path), host)
 
 
 def run_dashboard(

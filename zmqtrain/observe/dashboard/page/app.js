@@ -127,18 +127,17 @@ function render() {
   $("about").textContent = shape.filter(Boolean).join(" · ");
   $("stop").disabled = !running;
   $("checkpoint").disabled = !running;
+  $("drain").disabled = !running || state.hosts.length < 2;
   numbers(state);
-  const slow = state.straggler;
-  const named_slow = state.slow.map((each) => each.reason);
-  if (slow) named_slow.unshift(`Straggler: ${slow.peer} on ${slow.host} takes ${duration(slow.seconds)} for its own part of a step, ${(slow.seconds / slow.others).toFixed(1)} times the others' ${duration(slow.others)}.`);
-  $("straggler").hidden = !named_slow.length;
-  $("straggler").textContent = named_slow.join(" · ");
+  $("slow").hidden = !state.slow.length;
+  $("slow").textContent = state.slow.map((each) => each.reason).join(" · ");
   const gone = state.members.filter((member) => member.state === "lost" || member.state === "failed");
   $("gone").hidden = !gone.length;
   $("gone").textContent = gone.map((member) => `${member.peer} ${member.state}: ${member.reason}`).join(" · ");
   curves(state, page.compared);
   workers(state);
   members(state);
+  servers(state);
   staleness(state);
   traffic(state);
   filters(state);
@@ -171,8 +170,10 @@ function numbers(state) {
 function curves(state, other) {
   const axis = $("axis").value;
   const beside = (name, curve, color) => (other && curve ? [{ label: `${name}, ${other.name}`, curve, color, dashed: true }] : []);
-  const groups = Object.entries(state.group_loss).map(([group, curve], index) => ({ label: `group ${group}`, curve, color: COLORS[(index + 1) % 8], thin: true }));
-  draw("loss", [{ label: "mean", curve: state.loss, color: COLORS[0] }, ...(other ? [] : groups), ...beside("mean", other?.loss, COLORS[1])], axis);
+  const groups = (curves) => Object.entries(curves).map(([group, curve], index) => ({ label: `group ${group}`, curve, color: COLORS[(index + 1) % 8], thin: true }));
+  const together = (id, name, of) => draw(id, [{ label: "mean", curve: state[name], color: COLORS[0] }, ...(other ? [] : groups(state[of])), ...beside("mean", other?.[name], COLORS[1])], axis);
+  together("loss", "loss", "group_loss");
+  together("stale", "stale", "group_stale");
   const metrics = Object.keys(state.eval);
   draw("eval", metrics.flatMap((name, index) => [
     { label: name, curve: state.eval[name], color: COLORS[index % 8] },
@@ -224,9 +225,22 @@ function members(state) {
   $("members").replaceChildren(...others.map((member) => row([member.peer, member.host, [member.health, `nowrap ${member.state}`], member.reason], true)));
 }
 
+function servers(state) {
+  $("servers-card").hidden = !state.servers.length;
+  $("servers").replaceChildren(...state.servers.map((server) => {
+    const busy = `${Math.round(100 * server.busy)} %`;
+    const waiting = `${brief(server.waiting)} (at most ${server.waiting_most})`;
+    return row([
+      server.peer, [brief(server.messages_per_s), "number"], [bytes(server.bytes_per_s), "number nowrap"], [waiting, "number nowrap"],
+      [busy, "number nowrap"], bar([["compute", server.busy]], 1, `${busy} busy`),
+    ], true);
+  }));
+}
+
 function staleness(state) {
   const { counts, by, mean } = state.staleness;
   const all = counts.reduce((sum, [, count]) => sum + count, 0);
+  $("stale").hidden = !all;
   $("stale-by").textContent = all ? `Updates between a worker's read and its write, as ${by} counted them: ${mean.toFixed(2)} in the mean.` : "Nothing is stale: no asynchronous reads have been counted.";
   const most = Math.max(...counts.map(([, count]) => count), 1);
   const rows = counts.length > 24 ? counts.slice(0, 24) : counts;
@@ -309,10 +323,10 @@ async function followLog(role) {
 
 // Buttons -------------------------------------------------------------------------------------------------------------------
 
-async function act(action) {
+async function act(action, values = {}) {
   $("said").textContent = "…";
   try {
-    const answer = await fetch(`${api(page.run)}/${action}`, { method: "POST" });
+    const answer = await fetch(`${api(page.run)}/${action}?${new URLSearchParams(values)}`, { method: "POST" });
     const told = await answer.json();
     $("said").textContent = told.said ?? told.error;
   } catch (error) {
@@ -334,6 +348,15 @@ $("no").addEventListener("click", () => $("sure").close());
 $("yes").addEventListener("click", () => {
   $("sure").close();
   act("stop");
+});
+$("drain").addEventListener("click", () => {
+  options($("host"), page.state.hosts.map((name) => [name, name]));
+  $("leave").showModal();
+});
+$("keep").addEventListener("click", () => $("leave").close());
+$("let-go").addEventListener("click", () => {
+  $("leave").close();
+  act("drain", { host: $("host").value });
 });
 window.addEventListener("resize", resizeCharts);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
