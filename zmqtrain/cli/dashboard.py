@@ -102,7 +102,7 @@ def _folder_of(name: str | None) -> tuple[Path, str]:
         return folder.absolute(), ""
     path = Path(name)
     if path.is_dir() and not (path / "topology.toml").exists():
-        if not runs_of(path):
+        if not runs_of(path) and any(path.iterdir()):  # an empty one may be about to get its first run
             raise UsageError(f"{path.absolute()} is neither a run nor a folder of runs")
         return path.absolute(), ""
     run = find_run(name).absolute()
