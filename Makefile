@@ -10,8 +10,9 @@ SITE := $(VENV)/.site
 LOWEST := $(VENV)-lowest
 # Processes that test at a time. Each starts others, and waits for them: on two processors three keep both busy.
 WORKERS ?= 3
-# Fixtures of a file, such as a cluster, are made once.
-DIST := --dist loadfile
+# Fixtures of a file, such as a cluster, are made once. A process that dies ends the run: xdist would wait for ever for the tests of
+# another one in its place.
+DIST := --dist loadfile --max-worker-restart 0
 # Tests start hundreds of processes. Each would compile the package anew where the environment forbids to keep what is compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
