@@ -37,9 +37,10 @@ demo: $(DEMO)
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n $(WORKERS) $(DIST) --durations=20
+	@# Types take a processor half a minute, and the tests leave one free now and then.
+	@log=$$(mktemp); ($(BIN)/mypy && $(BIN)/lint-imports) >$$log 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -n $(WORKERS) $(DIST) --durations=20; tests=$$?; \
+	wait $$types; types=$$?; cat $$log; rm -f $$log; test $$tests = 0 && test $$types = 0
 
 # The numeric tests once more with the kernels of older processors, and with more threads; with ARGS=few a minute's choice of them.
 test-processors: $(READY)
