@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.launched import Launched
+from zmqtrain.cli.drain import run_drain
+from zmqtrain.errors import UsageError
 
 TASK = """
 import os, torch
@@ -119,6 +121,32 @@ def test_servers_go_on_without_the_first_worker_and_with_its_successor(tmp_path:
         assert summary["eval"]["eval_loss"] < 1e-3
         assert (run.run / "model.safetensors").exists()
         assert summary["checkpoints"]["newest"] in (STEPS, STEPS + 1)
+
+
+def test_a_host_leaves_while_the_others_train_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = 3000
+    (tmp_path / "task.py").write_text(TASK)
+    hosts = '[[hosts]]\nname = "h[1-3]"\nslots = 1\n[exchange]'
+    topology = TOPOLOGY.format(kind="gossip", restarts=1, steps=steps).replace("[exchange]", hosts)
+    (tmp_path / "trial.toml").write_text(topology)
+    with Launched(tmp_path, "trial.toml") as run:
+        run.wait_for(r"^step ")
+        with pytest.raises(UsageError, match="no host h4: it has h1, h2, h3"):
+            run_drain(str(run.run), "h4")
+        assert run_drain(str(run.run), "h2") == 0
+        assert "h2 has left the run" in capsys.readouterr().out
+        with pytest.raises(UsageError, match="h2 is not in the run"):
+            run_drain(str(run.run), "h2")
+        assert run.end() == 0, run
+        assert any("h2 is asked to leave: its worker ends" in line for line in run.lines), run
+        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+        assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/1"]
+        for rank in (0, 2):
+            assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(steps))
+        assert run.json("summary.json")["eval"]["eval_loss"] < 1e-3
+        assert not (run.run / "requests").exists()
+        with pytest.raises(UsageError, match="not running"):
+            run_drain(str(run.run), "h3")
 
 
 def test_a_worker_that_fails_by_itself_is_heard_before_it_is_ended(tmp_path: Path) -> None:

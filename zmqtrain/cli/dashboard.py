@@ -16,6 +16,7 @@ import psutil
 
 from zmqtrain.cli.runs import launcher_of, state_of_run
 from zmqtrain.errors import UsageError
+from zmqtrain.launcher.asked import heeds
 from zmqtrain.launcher.slurm.submit import cancel, job_of
 from zmqtrain.observe.dashboard.follow import read_topology
 from zmqtrain.observe.run_directory import find_run, runs_of, training_of
@@ -56,7 +57,7 @@ class Processes:
         topology = read_topology(training_of(path))
         if (topology.get("job") or {}).get("task") is None:
             raise UsageError(f"{path.name} trains a script or a modelled device, whose checkpoints are not zmqtrain's to keep")
-        if not _heeds(launcher.pid, signal.SIGUSR2):
+        if not heeds(launcher.pid, signal.SIGUSR2):
             raise UsageError(f"{path.name} cannot be asked for a checkpoint: it has not started, or is a simulation")
         launcher.send_signal(signal.SIGUSR2)
         return f"{path.name} keeps a checkpoint at the next step that all its workers reach; the events say when it is complete"
@@ -140,16 +141,6 @@ def _launcher(path: Path) -> psutil.Process:
     if launcher is None:
         raise UsageError(f"{path.name} is not running on this machine; zmqtrain stop {path} ends what may be left on other hosts")
     return launcher
-
-
-def _heeds(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal that would otherwise end it."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _readable_state(path: Path) -> dict[str, Any]:

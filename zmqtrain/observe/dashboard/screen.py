@@ -58,10 +58,10 @@ def _head(state: Json, *, plain: bool) -> Iterator[RenderableType]:
     running = status == "running"
     yield _line(str(state["name"]), style="bold").append(f"  {status}", style=_COLOURS.get(status, "")).append(f"  {_about(state)}")
     yield progress_line({**state, "left_s": state["left_s"] if running else None})
-    yield _line("  ".join(_figures(state)))
+    yield _line("  ".join(figures(state)))
     if not plain and len(state["loss"]["value"]) > 1:
         yield _line("loss  ").append(_curve(state["loss"]["value"]), style="cyan")
-    for text in _alarms(state):
+    for text in alarms(state):
         yield _line(text, style="red")
     if others := _others(state):
         yield _line(others)
@@ -83,7 +83,8 @@ def _about(state: Json) -> str:
     return ", ".join(words)
 
 
-def _figures(state: Json) -> Iterator[str]:
+def figures(state: Json) -> Iterator[str]:
+    """The figures of all workers together, in words."""
     yield f"loss {brief(_last(state['loss']))}"
     for name, curve in state["eval"].items():
         yield f"eval {name} {brief(_last(curve))}"
@@ -111,7 +112,8 @@ def _curve(values: Sequence[float]) -> str:
     return "".join(_HEIGHTS[round(top * (mean - low) / (high - low)) if high > low else 0] for mean in means)
 
 
-def _alarms(state: Json) -> Iterator[str]:
+def alarms(state: Json) -> Iterator[str]:
+    """What needs somebody's attention, in sentences."""
     if slow := state["straggler"]:
         times = f"{slow['seconds'] / slow['others']:.1f} times the others' " if slow["others"] else "the others take "
         own = f"takes {duration(slow['seconds'])} for its own part of a step"
