@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from zmqtrain.cli.divided import decided
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import InvariantError, SimulationError, UsageError
 from zmqtrain.launcher.run import write_pid
@@ -19,6 +18,7 @@ from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.observe.strict_json import dumps
+from zmqtrain.plan.decided import decided
 from zmqtrain.processors import processors
 from zmqtrain.run.ending import Ending
 from zmqtrain.run.preemption import INTERRUPTED

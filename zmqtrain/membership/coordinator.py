@@ -100,6 +100,7 @@ class Coordinator:
         self._pushers: dict[PeerId, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
+        self._moved = asyncio.Event()  # set at the next decision, and replaced
         if ledger is not None:
             self.running.set()
             if self._roster.state is State.FAILED:
@@ -115,6 +116,14 @@ class Coordinator:
     def view(self) -> View:
         """The members as they are now."""
         return self._roster.view()
+
+    async def until(self, is_so: Callable[[View], bool]) -> bool:
+        """Wait for a view of which ``is_so`` is true. Returns False if the run ends before there is one."""
+        while not is_so(self.view):
+            if self.outcome is not None:
+                return False
+            await self._moved.wait()
+        return True
 
     def halt(self, reason: Mapping[str, Any]) -> None:
         """Stop the run, as a role may by `Membership.halt`: every member is told once."""
@@ -256,6 +265,8 @@ class Coordinator:
         if actions:
             self._noted()
             self._changed.set()
+            moved, self._moved = self._moved, asyncio.Event()
+            moved.set()
 
     def _note(self, kind: str, values: Mapping[str, Value], reason: str) -> None:
         if kind == "running":
