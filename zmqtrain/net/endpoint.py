@@ -118,8 +118,14 @@ class Endpoint(Protocol):
         of it must be asked again."""
         ...
 
-    def forget(self, peer: PeerId, reason: str) -> None:
-        """Treat the peer as lost from now on, because membership says so: waits for it raise at once, and `on_lost` is called."""
+    @property
+    def process(self) -> int:
+        """A random number of this process, by which others tell it from an earlier one of the same name."""
+        ...
+
+    def forget(self, peer: PeerId, reason: str, *, process: int | None = None) -> None:
+        """Treat the peer as lost from now on, because membership says so: waits for it raise at once, and `on_lost` is called.
+        ``process``: of this name only that one is lost; if another one has greeted already, the link to that one stays."""
         ...
 
     def pardon(self, count: int) -> None:
