@@ -21,7 +21,7 @@ from zmqtrain.train.random_state import seed_everything
 KINDS: dict[str, dict[str, Any]] = {
     "allreduce": {"kind": "allreduce"},
     "server": {"kind": "model_server", "staleness": "sync", "shards": 1},
-    "servers": {"kind": "model_server", "staleness": "sync", "shards": 3, "split_size": 128},
+    "servers": {"kind": "model_server", "staleness": "sync", "shards": 3, "split_size": 512},
     "averaging": {"kind": "averaging"},
 }
 
