@@ -324,7 +324,7 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "not elastic": ("A worker has said that the run cannot go on without any of them", "`peer`, `reason`"),
     "backup": (
         "A shard of a run with replicas is on a second server from now on, or on one only",
-        "`shard`, `server` (which serves it), `backup` (null: none), `alone` (whether no server is left that could be one), `reason`",
+        "`shard`, `server` (which serves it), `backup` (null: none), `alone` (no server is left that could be one), `reason`",
     ),
     "took over": ("A server serves a shard whose server was lost", "`shard`, `updates` (of its pieces, so far), `reason`"),
     "lost": ("A member is gone without having left", "`peer`, `host`, `reason`"),
@@ -376,6 +376,11 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "momentum": (
         "A worker at the start: what momentum the run has. A server: what its parameters have shown",
         "see [tuning](../tuning.md#with-look_ahead--none); of a server `fitted`, `updates`",
+    ),
+    "load": (
+        "A model server or FC server: what it has handled since its previous one, every two seconds while it has work",
+        "`seconds`, `messages`, `bytes`, `busy` (share of the time), `waiting` (messages behind the one that it takes, mean), "
+        "`waiting_most`",
     ),
     "server": (
         "A model server has ended",

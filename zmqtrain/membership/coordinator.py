@@ -104,6 +104,7 @@ class Coordinator:
         self._pushers: dict[PeerId, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
+        self._moved = asyncio.Event()  # set at the next decision, and replaced
         if ledger is not None:
             self.running.set()
             if self._roster.state is State.FAILED:
@@ -119,6 +120,14 @@ class Coordinator:
     def view(self) -> View:
         """The members as they are now."""
         return self._roster.view()
+
+    async def until(self, is_so: Callable[[View], bool]) -> bool:
+        """Wait for a view of which ``is_so`` is true. Returns False if the run ends before there is one."""
+        while not is_so(self.view):
+            if self.outcome is not None:
+                return False
+            await self._moved.wait()
+        return True
 
     def halt(self, reason: Mapping[str, Any]) -> None:
         """Stop the run, as a role may by `Membership.halt`: every member is told once."""
@@ -251,8 +260,8 @@ class Coordinator:
                     self._push(to, what, value)
                 case Meet(peer, address):
                     self._endpoint.add_peer(peer, address)
-                case Drop(peer, reason):
-                    self._endpoint.forget(peer, reason)
+                case Drop(peer, reason, incarnation):
+                    self._endpoint.forget(peer, reason, process=incarnation)
                 case Note(kind, values, reason):
                     self._note(kind, values, reason)
                 case End(outcome):
@@ -260,6 +269,8 @@ class Coordinator:
         if actions:
             self._noted()
             self._changed.set()
+            moved, self._moved = self._moved, asyncio.Event()
+            moved.set()
 
     def _note(self, kind: str, values: Mapping[str, Value], reason: str) -> None:
         if kind == "running":

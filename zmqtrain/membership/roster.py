@@ -590,7 +590,7 @@ class Roster:
             for waiting in list(self._joining):
                 actions += self._refuse_join(waiting, PeerLostError(peer, reason, waiting_for="all members to join"))
         if presence is Presence.LOST:
-            actions.append(Drop(peer, reason))
+            actions.append(Drop(peer, reason, entry.incarnation or None))
             actions += self._without_copies_of(peer)
         return actions
 

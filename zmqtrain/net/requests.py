@@ -18,7 +18,7 @@ from zmqtrain.errors import ProtocolError, ZmqTrainError
 from zmqtrain.net.endpoint import Handler, PeerId, Tag
 from zmqtrain.net.incoming import Incoming
 from zmqtrain.net.mailbox import Mailbox
-from zmqtrain.waiting import in_time
+from zmqtrain.waiting import abandoned, in_time
 from zmqtrain.wire.message import pack_value
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.value import ValuePayload
@@ -129,11 +129,15 @@ class Desk:
 
     def lose(self, peer: PeerId, error: Callable[[str], ZmqTrainError]) -> None:
         """The peer is gone: its answers will not come, and its requests need none."""
+        self.lose_calls(peer, error)
+        for queue in self._unserved.values():
+            queue[:] = [incoming for incoming in queue if incoming.source != peer]
+
+    def lose_calls(self, peer: PeerId, error: Callable[[str], ZmqTrainError]) -> None:
+        """The process that was called is gone: its answers will not come."""
         for other, future, what in self._calls.values():
             if other == peer and not future.done():
                 future.set_exception(error(what))
-        for queue in self._unserved.values():
-            queue[:] = [incoming for incoming in queue if incoming.source != peer]
 
     # The serving side.
 
@@ -199,10 +203,7 @@ class Desk:
     async def close(self) -> None:
         """Cancel what is being served; nothing is answered any more."""
         self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await abandoned(self._tasks)
 
 
 def _arguments(handler: Handler) -> tuple[float, float]:
