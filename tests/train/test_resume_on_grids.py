@@ -18,7 +18,7 @@ HALF, STEPS = 3, 6
 
 EXCHANGES: dict[str, tuple[int, dict[str, Any]]] = {
     "allreduce": (2, {"kind": "allreduce"}),
-    "sync": (2, {"kind": "model_server", "staleness": "sync", "shards": 3, "split_size": 128}),
+    "sync": (2, {"kind": "model_server", "staleness": "sync", "shards": 3, "split_size": 2048}),
     "async": (1, {"kind": "model_server", "staleness": "async"}),
     "gossip": (2, {"kind": "gossip"}),
     "mean": (2, {"kind": "averaging", "every": 2}),

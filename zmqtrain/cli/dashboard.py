@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from zmqtrain.cli.drain import drained
 from zmqtrain.cli.runs import launcher_of, state_of_run
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.asked import heeds
@@ -62,6 +63,9 @@ class Processes:
         launcher.send_signal(signal.SIGUSR2)
         return f"{path.name} keeps a checkpoint at the next step that all its workers reach; the events say when it is complete"
 
+    def drain(self, path: Path, host: str) -> str:
+        return drained(path, _launcher(path), host)
+
 
 def run_dashboard(
     name: str | None, *, address: str = "127.0.0.1", port: int | None = None, open_it: bool = False, json_lines: bool = False
@@ -98,7 +102,7 @@ def _folder_of(name: str | None) -> tuple[Path, str]:
         return folder.absolute(), ""
     path = Path(name)
     if path.is_dir() and not (path / "topology.toml").exists():
-        if not runs_of(path):
+        if not runs_of(path) and any(path.iterdir()):  # an empty one may be about to get its first run
             raise UsageError(f"{path.absolute()} is neither a run nor a folder of runs")
         return path.absolute(), ""
     run = find_run(name).absolute()

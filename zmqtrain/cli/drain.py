@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
+
+import psutil
 
 from zmqtrain.cli.runs import launcher_of, lives
 from zmqtrain.errors import UsageError
@@ -21,8 +24,13 @@ def run_drain(name: str, host: str) -> int:
     if launcher is None:
         raise UsageError(f"{path} is not running, or its launcher is gone")
     try:
-        print(ask(training_of(path), launcher.pid, {"what": "drain", "host": host}, lives=partial(lives, launcher)))
+        print(drained(path, launcher, host))
     except KeyboardInterrupt:
         print(f"{host} may still leave; see zmqtrain status {path}", file=sys.stderr)
         return 130
     return 0
+
+
+def drained(path: Path, launcher: psutil.Process, host: str) -> str:
+    """Ask the launcher of the run in ``path``, and wait. Returns what it says; raises as `run_drain`."""
+    return ask(training_of(path), launcher.pid, {"what": "drain", "host": host}, lives=partial(lives, launcher))

@@ -80,7 +80,8 @@ def run_simulate(
 def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: bool, data: str | None, run_dir: Path | None) -> int:
     topology = resolved(topology, seed)
     placement = place(topology)
-    schedule = faults_for(topology, seed, source, horizon_of(topology) if source == "random" else 0.0)
+    horizon_s = horizon_of(topology) if source == "random" else 0.0
+    schedule = faults_for(topology, seed, source, horizon_s)
     sinks = FanOut(topology.observe.to, topology.observe.options)
     directory = RunDirectory.create(topology.job.name, exact=run_dir)
     directory.write("topology.toml", topology.to_toml())
@@ -95,6 +96,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
         begun.result(topology.job.timeouts.join_s)
     options = Options(
         faults=schedule,
+        usual_s=horizon_s or None,
         data_path=data_path,
         checkpoints=directory.checkpoints,
         on_event=record.membership_event,

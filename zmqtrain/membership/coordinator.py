@@ -258,8 +258,8 @@ class Coordinator:
                     self._push(to, what, value)
                 case Meet(peer, address):
                     self._endpoint.add_peer(peer, address)
-                case Drop(peer, reason):
-                    self._endpoint.forget(peer, reason)
+                case Drop(peer, reason, incarnation):
+                    self._endpoint.forget(peer, reason, process=incarnation)
                 case Note(kind, values, reason):
                     self._note(kind, values, reason)
                 case End(outcome):

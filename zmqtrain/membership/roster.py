@@ -566,7 +566,7 @@ class Roster:
             for waiting in list(self._joining):
                 actions += self._refuse_join(waiting, PeerLostError(peer, reason, waiting_for="all members to join"))
         if presence is Presence.LOST:
-            actions.append(Drop(peer, reason))
+            actions.append(Drop(peer, reason, entry.incarnation or None))
         return actions
 
     def _lose(self, entry: Entry, reason: str, error: ZmqTrainError, now: float) -> list[Action]:

@@ -129,11 +129,15 @@ class Desk:
 
     def lose(self, peer: PeerId, error: Callable[[str], ZmqTrainError]) -> None:
         """The peer is gone: its answers will not come, and its requests need none."""
+        self.lose_calls(peer, error)
+        for queue in self._unserved.values():
+            queue[:] = [incoming for incoming in queue if incoming.source != peer]
+
+    def lose_calls(self, peer: PeerId, error: Callable[[str], ZmqTrainError]) -> None:
+        """The process that was called is gone: its answers will not come."""
         for other, future, what in self._calls.values():
             if other == peer and not future.done():
                 future.set_exception(error(what))
-        for queue in self._unserved.values():
-            queue[:] = [incoming for incoming in queue if incoming.source != peer]
 
     # The serving side.
 

@@ -102,6 +102,8 @@ def simulate(
         result.callbacks,
         result.faults,
         result.broken,
+        result.launchers,
+        result.records,
         topology=topology,
         summary={"status": result.ending.status, "seconds": result.seconds, **fold.summary.to_dict()},
         state=state,

@@ -85,10 +85,12 @@ def _about(state: Json) -> str:
 
 def figures(state: Json) -> Iterator[str]:
     """The figures of all workers together, in words."""
-    yield f"loss {brief(_last(state['loss']))}"
+    if state["loss"]["value"]:
+        yield f"loss {brief(_last(state['loss']))}"
     for name, curve in state["eval"].items():
         yield f"eval {name} {brief(_last(curve))}"
-    yield f"lr {brief(_last(state['lr']))}"
+    if state["lr"]["value"]:
+        yield f"lr {brief(_last(state['lr']))}"
     yield f"{brief(state['samples_per_s'])} samples/s"
     if state["shares"]:
         yield f"exposed communication {100 * state['shares']['exposed']:.0f} %"
@@ -114,12 +116,8 @@ def _curve(values: Sequence[float]) -> str:
 
 def alarms(state: Json) -> Iterator[str]:
     """What needs somebody's attention, in sentences."""
-    if slow := state["straggler"]:
-        times = f"{slow['seconds'] / slow['others']:.1f} times the others' " if slow["others"] else "the others take "
-        own = f"takes {duration(slow['seconds'])} for its own part of a step"
-        yield f"straggler: {slow['peer']} on {slow['host']} {own}, {times}{duration(slow['others'])}"
     for each in state["slow"]:
-        yield f"slow: {each['reason'] or each['peer']}"
+        yield str(each["reason"] or f"{each['peer']} is slow")
     for member in state["members"]:
         if member["state"] in ("lost", "failed"):
             yield f"{member['peer']} {member['health']}: {member['reason']}"
@@ -144,8 +142,6 @@ def _workers(state: Json, rows: int | None, *, wide: bool, plain: bool) -> Table
     longest = max(worker["seconds"] for worker in workers)
     slow = {each["peer"] for each in state["slow"]}
     gone = {member["peer"] for member in state["members"] if member["state"] in ("lost", "failed")}
-    if state["straggler"]:
-        slow.add(state["straggler"]["peer"])
     shown = workers
     if rows is not None and rows < len(workers):  # those that have trouble first
         chosen = sorted(workers, key=lambda worker: worker["peer"] not in slow | gone)[:rows]
