@@ -75,7 +75,7 @@ def plan_of(choice: str, grid: str) -> list[dict[str, str]]:
     }
 )
 async def test_divided_groups_equal_one_process(groups: int, grid: str, kind: str, choice: str) -> None:
-    recipe, steps, (rows, columns) = recipe_of(), 4, map(int, grid.split("x"))
+    recipe, steps, (rows, columns) = recipe_of(), 3, map(int, grid.split("x"))
     topology = topology_of(
         job={"steps": steps},
         compute={"groups": groups, "group_size": rows * columns, "batch_size": 12 // groups, "grid": grid},

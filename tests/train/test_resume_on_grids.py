@@ -14,7 +14,7 @@ from tests.train.test_clipping_on_grids import network, whole
 from tests.train.test_divided import data_of
 from tests.train.world import Recipe, Run, run, topology_of
 
-HALF, STEPS = 3, 6
+HALF, STEPS = 3, 5
 
 EXCHANGES: dict[str, tuple[int, dict[str, Any]]] = {
     "allreduce": (2, {"kind": "allreduce"}),
