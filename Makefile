@@ -10,8 +10,9 @@ SITE := $(VENV)/.site
 LOWEST := $(VENV)-lowest
 # Processes that test at a time. Each starts others, and waits for them: on two processors three keep both busy.
 WORKERS ?= 3
-# Fixtures of a file, such as a cluster, are made once.
-DIST := --dist loadfile
+# Fixtures of a file, such as a cluster, are made once. A process that dies ends the run: xdist would wait for ever for the tests of
+# another one in its place.
+DIST := --dist loadfile --max-worker-restart 0
 # Tests start hundreds of processes. Each would compile the package anew where the environment forbids to keep what is compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -36,9 +37,10 @@ demo: $(DEMO)
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n $(WORKERS) $(DIST) --durations=20
+	@# Types take a processor half a minute, and the tests leave one free now and then.
+	@log=$$(mktemp); ($(BIN)/mypy && $(BIN)/lint-imports) >$$log 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -n $(WORKERS) $(DIST) --durations=20; tests=$$?; \
+	wait $$types; types=$$?; cat $$log; rm -f $$log; test $$tests = 0 && test $$types = 0
 
 # The numeric tests once more with the kernels of older processors, and with more threads; with ARGS=few a minute's choice of them.
 test-processors: $(READY)

@@ -372,6 +372,11 @@ EVENTS: Mapping[str, tuple[str, str]] = {
         "A worker at the start: what momentum the run has. A server: what its parameters have shown",
         "see [tuning](../tuning.md#with-look_ahead--none); of a server `fitted`, `updates`",
     ),
+    "load": (
+        "A model server or FC server: what it has handled since its previous one, every two seconds while it has work",
+        "`seconds`, `messages`, `bytes`, `busy` (share of the time), `waiting` (messages behind the one that it takes, mean), "
+        "`waiting_most`",
+    ),
     "server": (
         "A model server has ended",
         "`updates`, `pushes`, `staleness` (a histogram), `staleness_mean`, `staleness_max`, `momentum`, `momentum_updates`",

@@ -8,7 +8,6 @@ The 1,797 images of 8x8 pixels come with scikit-learn (``pip install 'zmqtrain[e
 from __future__ import annotations
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -44,6 +43,8 @@ def network() -> nn.Module:
 
 def load() -> tuple[TensorDataset, TensorDataset]:
     """Training and test data: every fifth image is for the test."""
+    from sklearn.datasets import load_digits  # here: it takes seconds, and who needs the network alone need not wait
+
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)

@@ -7,6 +7,7 @@ zmqtrain launch launch/script.toml examples/script_join.py
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import torch
 from digits import load, network
@@ -47,4 +48,4 @@ async def main(epochs: int = 20) -> float:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(*map(int, sys.argv[1:])))

@@ -6,6 +6,8 @@ zmqtrain launch launch/script.toml examples/script_session.py        # 2 groups 
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from digits import load, network
 from torch.nn.functional import cross_entropy
@@ -39,4 +41,4 @@ def main(epochs: int = 20) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import last_words
 from tests.patience import pytest_timeout_set_timer
 from zmqtrain.simulate.clock import VirtualLoop
 
@@ -48,6 +49,7 @@ _FROZEN = {"modules": 0}  # how many there were when memory was looked through l
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # or xdist would begin with the files of the most tests
+    last_words.pytest_configure(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

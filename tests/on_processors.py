@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 #: What is compared with one process's numbers.
@@ -76,19 +77,27 @@ def capability() -> str:
 
 def main(arguments: list[str]) -> int:
     """Run all variants, and say what became of each."""
-    most, outcomes = CAPABILITIES.index(capability()), []
-    chosen = arguments or ["-q", "-n", "2", "--dist", "loadfile", *FOLDERS]
-    if arguments == ["few"]:
-        chosen = ["-q", *FEW]
-    for variant in VARIANTS:
+    most = CAPABILITIES.index(capability())
+    # Either one at a time, in two processes, or two at a time.
+    few = arguments == ["few"]
+    chosen = ["-q", *FEW] if few else arguments or ["-q", "-n", "2", "--dist", "loadfile", *FOLDERS]
+
+    def outcome_of(variant: Variant) -> str:
         if CAPABILITIES.index(variant.torch) > most:
-            outcomes.append((variant, "skipped: this processor has no more than " + CAPABILITIES[most]))
-            continue
-        print(f"== {variant}", flush=True)
-        code = subprocess.run(
-            [sys.executable, "-m", "pytest", *chosen], env={**os.environ, **variant.environment()}, check=False
-        ).returncode
-        outcomes.append((variant, "passed" if code == 0 else f"failed: pytest ended with {code}"))
+            return "skipped: this processor has no more than " + CAPABILITIES[most]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *chosen],
+            env={**os.environ, **variant.environment()},
+            stdout=subprocess.PIPE if few else None,
+            stderr=subprocess.STDOUT if few else None,
+            text=True,
+            check=False,
+        )
+        print(f"== {variant}\n{done.stdout or ''}", flush=True)
+        return "passed" if done.returncode == 0 else f"failed: pytest ended with {done.returncode}"
+
+    with ThreadPoolExecutor(2 if few else 1) as pool:
+        outcomes = list(zip(VARIANTS, pool.map(outcome_of, VARIANTS), strict=True))
     print("\n".join(f"{variant}: {outcome}" for variant, outcome in outcomes))
     return int(any(outcome.startswith("failed") for _, outcome in outcomes))
 

@@ -25,7 +25,7 @@ LIGHT = [
     "zmqtrain.membership.coordinator",
     "zmqtrain.net.memory",
     "zmqtrain.net.zeromq",
-    "zmqtrain.simulate.run",
+    "zmqtrain.simulate.program",
     "zmqtrain.cli.simulate",
     "zmqtrain.testing",
     "zmqtrain.topology.load",
@@ -118,14 +118,14 @@ def _unsafe(path: Path) -> list[tuple[int, str]]:
 
 
 def test_the_interface_is_imported_as_it_is_used() -> None:
-    """`zmqtrain.simulate` is a function, however and whenever the package of that name was imported."""
+    """`zmqtrain.simulate` and `zmqtrain.plan` are functions, however and whenever the packages of those names were imported."""
     code = """
 import sys
 import zmqtrain
 assert not {name for name in sys.modules if name.startswith("zmqtrain.")}, "nothing before it is used"
 assert callable(zmqtrain.simulate)
-import zmqtrain.simulate.run
-assert callable(zmqtrain.simulate)
+import zmqtrain.plan.decided, zmqtrain.simulate.run
+assert callable(zmqtrain.simulate) and callable(zmqtrain.plan)
 from zmqtrain import simulate
 assert callable(simulate)
 zmqtrain.load_topology, zmqtrain.Topology, zmqtrain.open_run, zmqtrain.run_role

@@ -23,7 +23,8 @@ from tests.launcher.ready import ready_process
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
-TUTORIALS = sorted(page for page in (ROOT / "docs" / "tutorials").glob("*.md") if page.name != "index.md")
+#: Without the notebook's, whose cells tests/examples/test_notebook.py runs.
+TUTORIALS = sorted(page for page in (ROOT / "docs" / "tutorials").glob("*.md") if page.name not in ("index.md", "notebook.md"))
 #: Programs that tutorials may run, as this interpreter finds them.
 PROGRAMS = {
     "zmqtrain": [sys.executable, "-m", "zmqtrain"],

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from zmqtrain.parallel.network import NetworkFabric
     from zmqtrain.parallel.placed.model import parallelize
     from zmqtrain.parallel.verify import verify
-    from zmqtrain.simulate.run import simulate
+    from zmqtrain.plan.program import JobPlan, plan
+    from zmqtrain.simulate.program import SimulatedRun, simulate
     from zmqtrain.topology.load import load_topology
     from zmqtrain.topology.schema import Topology
     from zmqtrain.train.callback import Callback, StepDone
@@ -35,6 +36,7 @@ __all__ = [
     "Averaging",
     "Callback",
     "Gossip",
+    "JobPlan",
     "LaunchedRun",
     "ModelServers",
     "NetworkFabric",
@@ -42,6 +44,7 @@ __all__ = [
     "RunFailedError",
     "RunStopped",
     "Session",
+    "SimulatedRun",
     "StepDone",
     "Task",
     "Topology",
@@ -53,6 +56,7 @@ __all__ = [
     "load_topology",
     "open_run",
     "parallelize",
+    "plan",
     "run_role",
     "session",
     "simulate",
@@ -64,6 +68,7 @@ _HOME = {
     "Averaging": "zmqtrain.c10d.averaging",
     "Callback": "zmqtrain.train.callback",
     "Gossip": "zmqtrain.c10d.hook",
+    "JobPlan": "zmqtrain.plan.program",
     "LaunchedRun": "zmqtrain.launcher.program.run",
     "ModelServers": "zmqtrain.c10d.servers",
     "NetworkFabric": "zmqtrain.parallel.network",
@@ -71,6 +76,7 @@ _HOME = {
     "RunFailedError": "zmqtrain.errors",
     "RunStopped": "zmqtrain.errors",
     "Session": "zmqtrain.embed.session",
+    "SimulatedRun": "zmqtrain.simulate.program",
     "StepDone": "zmqtrain.train.callback",
     "Task": "zmqtrain.train.task",
     "Topology": "zmqtrain.topology.schema",
@@ -81,9 +87,10 @@ _HOME = {
     "load_topology": "zmqtrain.topology.load",
     "open_run": "zmqtrain.embed.own_run",
     "parallelize": "zmqtrain.parallel.placed.model",
+    "plan": "zmqtrain.plan.program",
     "run_role": "zmqtrain.embed.own_run",
     "session": "zmqtrain.embed.session",
-    "simulate": "zmqtrain.simulate.run",
+    "simulate": "zmqtrain.simulate.program",
     "verify": "zmqtrain.parallel.verify",
 }
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
+from os import PathLike
+from pathlib import Path
 from typing import TypeAlias
 
 Attributes: TypeAlias = dict[str, float | str | None]
@@ -16,6 +18,20 @@ Attributes: TypeAlias = dict[str, float | str | None]
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 #: Levels of a vertical axis, as shares of its height.
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+class Picture(str):
+    """A picture: the text of its SVG. Notebooks show it, and `save` writes it to a file."""
+
+    def save(self, file: str | PathLike[str]) -> None:
+        """Write it to a file, whose name should end in ``.svg``."""
+        Path(file).write_text(self, encoding="utf-8")
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+    def __repr__(self) -> str:
+        return f"<picture, {len(self):,} characters of SVG: notebooks show it, and .save('picture.svg') writes it>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +57,7 @@ class Frame:
         return [line(self.left, y, self.right, y, "#dddddd", 1) + text(self.left - 6, y + 4, label, "end") for y, label in heights]
 
 
-def picture(title: str, width: float, height: float, parts: Iterable[str], *, font_size: int = 12) -> str:
+def picture(title: str, width: float, height: float, parts: Iterable[str], *, font_size: int = 12) -> Picture:
     """The document: the parts on white, in their order. ``title``: for those who cannot see it; it is not drawn."""
     content = "\n".join(["", bar(0, 0, width, height, "white"), *parts, ""])
     size: Attributes = {"viewBox": f"0 0 {_number(width)} {_number(height)}", "width": width, "font-size": font_size}
@@ -52,7 +68,7 @@ def picture(title: str, width: float, height: float, parts: Iterable[str], *, fo
         "font-family": "sans-serif",
         "fill": "#333333",
     }
-    return _element("svg", content, **names, **size) + "\n"
+    return Picture(_element("svg", content, **names, **size) + "\n")
 
 
 def text(

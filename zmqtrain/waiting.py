@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,6 +30,18 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
             yield tasks
     except BaseExceptionGroup as group:
         raise first_error(group) from None
+
+
+async def abandoned(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel all of them, and wait until they have ended. Their errors count as retrieved: nobody waits for them any more."""
+    cancelled = list(tasks)
+    for task in cancelled:
+        task.cancel()
+    if cancelled:
+        await asyncio.wait(cancelled)
+    for task in cancelled:
+        if not task.cancelled():
+            task.exception()
 
 
 def settle(future: asyncio.Future[None], error: BaseException | None) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import tempfile
+from contextlib import suppress
 
 import msgpack
 
@@ -16,6 +17,9 @@ import zmqtrain.launcher.run  # noqa: F401 - all that the forks need is in memor
 from zmqtrain.cli.main import main as command
 from zmqtrain.launcher.forkserver import ENTRY, LARGEST_MESSAGE, import_entry
 from zmqtrain.launcher.zygote import RUNNING, serve_launcher
+
+with suppress(ImportError):
+    import sklearn.datasets  # noqa: F401 - of the examples; a second for each of their workers
 
 
 def main(channel: int) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.launched import Launched
+from zmqtrain.cli.drain import run_drain
+from zmqtrain.errors import UsageError
 
 TASK = """
 import os, torch
@@ -29,11 +31,29 @@ def task():
         eval_data=data,
     )
 """
+#: What `waiting` puts before the task.
+LOSS = """
+import time
+from pathlib import Path
+
+Path(f"started-{{os.getpid()}}").touch()
+calls = 0
+
+def loss(output, target):
+    global calls
+    calls += 1
+    end = time.monotonic() + 60
+    while calls == 100 and len(list(Path().glob("started-*"))) <= {processes} and time.monotonic() < end:
+        time.sleep(0.01)
+    return torch.nn.functional.mse_loss(output, target)
+
+def task"""
+STEPS = 400
 TOPOLOGY = """
 [job]
 task = "task.py"
 steps = {steps}
-timeout = "20 s"
+timeout = "60 s"
 oversubscribe = true
 elastic = true
 restarts = {restarts}
@@ -47,38 +67,47 @@ events_per_s = "all"
 """
 
 
+def waiting(processes: int) -> str:
+    """The task, of which step 100 takes until `kill` is done, and so many processes have imported it: one that comes in place of
+    another can join in the 300 steps that are left."""
+    return TASK.replace("torch.nn.functional.mse_loss", "loss").replace("\ndef task", LOSS.format(processes=processes), 1)
+
+
+def kill(folder: Path, pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    (folder / "started-test").touch()
+
+
 @pytest.mark.parametrize(("kind", "restarts"), [("gossip", 0), ("gossip", 1), ("averaging", 1), ("allreduce", 1)])
 def test_a_worker_is_killed(tmp_path: Path, kind: str, restarts: int) -> None:
-    steps = 1000 * (1 + restarts)  # it is killed in their midst, and the new one needs time to join
-    (tmp_path / "task.py").write_text(TASK)
-    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(kind=kind, restarts=restarts, steps=steps))
+    (tmp_path / "task.py").write_text(waiting(3 + restarts))
+    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(kind=kind, restarts=restarts, steps=STEPS))
     with Launched(tmp_path, "trial.toml") as run:
         roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 3)
         run.wait_for(r"^step ")
-        os.kill(next(int(match[2]) for match in roles if match[1] == "worker/1"), signal.SIGKILL)
+        kill(tmp_path, next(int(match[2]) for match in roles if match[1] == "worker/1"))
         assert run.end() == 0, run
         events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
         assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/1"]
         members = {event["rank"]: event["values"]["members"] for event in events if event["kind"] == "view"}
         assert members[0] == members[2] == ["worker/0", *(["worker/1"] if restarts else []), "worker/2"]
         for rank in (0, 2):
-            assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(steps))
+            assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(STEPS))
         assert run.json("summary.json")["eval"]["eval_loss"] < 1e-3
         assert any("worker/1" in line and "killed by SIGKILL" in line for line in run.lines), "the end says who was lost"
 
 
 @pytest.mark.parametrize("staleness", ["async", "sync"])
 def test_servers_go_on_without_the_first_worker_and_with_its_successor(tmp_path: Path, staleness: str) -> None:
-    steps = 2000
-    (tmp_path / "task.py").write_text(TASK)
-    topology = TOPOLOGY.format(restarts=1, steps=steps, kind="model_server")
-    topology = topology.replace("restarts = 1", "restarts = 1\neval_every = 1000")
+    (tmp_path / "task.py").write_text(waiting(4))
+    topology = TOPOLOGY.format(restarts=1, steps=STEPS, kind="model_server")
+    topology = topology.replace("restarts = 1", "restarts = 1\neval_every = 200")
     topology = topology.replace("[observe]", f'staleness = "{staleness}"\n[observe]')
     (tmp_path / "trial.toml").write_text(topology)
     with Launched(tmp_path, "trial.toml") as run:
         roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 3)
         run.wait_for(r"^step ")
-        os.kill(next(int(match[2]) for match in roles if match[1] == "worker/0"), signal.SIGKILL)
+        kill(tmp_path, next(int(match[2]) for match in roles if match[1] == "worker/0"))
         assert run.end() == 0, run
         events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
         assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/0"]
@@ -87,11 +116,37 @@ def test_servers_go_on_without_the_first_worker_and_with_its_successor(tmp_path:
         assert members[-1] == ["worker/0", "worker/1", "worker/2"]
         for rank in (1, 2):
             trained = [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank]
-            assert trained[:steps] == list(range(steps))
+            assert trained[:STEPS] == list(range(STEPS))
         summary = run.json("summary.json")
         assert summary["eval"]["eval_loss"] < 1e-3
         assert (run.run / "model.safetensors").exists()
-        assert summary["checkpoints"]["newest"] in (steps, steps + 1)
+        assert summary["checkpoints"]["newest"] in (STEPS, STEPS + 1)
+
+
+def test_a_host_leaves_while_the_others_train_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = 3000
+    (tmp_path / "task.py").write_text(TASK)
+    hosts = '[[hosts]]\nname = "h[1-3]"\nslots = 1\n[exchange]'
+    topology = TOPOLOGY.format(kind="gossip", restarts=1, steps=steps).replace("[exchange]", hosts)
+    (tmp_path / "trial.toml").write_text(topology)
+    with Launched(tmp_path, "trial.toml") as run:
+        run.wait_for(r"^step ")
+        with pytest.raises(UsageError, match="no host h4: it has h1, h2, h3"):
+            run_drain(str(run.run), "h4")
+        assert run_drain(str(run.run), "h2") == 0
+        assert "h2 has left the run" in capsys.readouterr().out
+        with pytest.raises(UsageError, match="h2 is not in the run"):
+            run_drain(str(run.run), "h2")
+        assert run.end() == 0, run
+        assert any("h2 is asked to leave: its worker ends" in line for line in run.lines), run
+        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+        assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/1"]
+        for rank in (0, 2):
+            assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(steps))
+        assert run.json("summary.json")["eval"]["eval_loss"] < 1e-3
+        assert not (run.run / "requests").exists()
+        with pytest.raises(UsageError, match="not running"):
+            run_drain(str(run.run), "h3")
 
 
 def test_a_worker_that_fails_by_itself_is_heard_before_it_is_ended(tmp_path: Path) -> None:
@@ -106,7 +161,7 @@ def test_a_worker_that_fails_by_itself_is_heard_before_it_is_ended(tmp_path: Pat
         "    return torch.nn.functional.mse_loss(output, target)\n"
     )
     (tmp_path / "task.py").write_text(failing)
-    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(kind="gossip", restarts=0, steps=2000).replace("20 s", "60 s"))
+    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(kind="gossip", restarts=0, steps=2000))
     with Launched(tmp_path, "trial.toml") as run:
         assert run.end() == 3, run
         error = run.json("error.json")

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 import zmqtrain
 from tests.patience import PATIENCE_S
 from zmqtrain.errors import CheckpointError, RunFailedError, TopologyError, UsageError
-from zmqtrain.launcher.program.job import job_of
 from zmqtrain.launcher.program.run import INSIDE
+from zmqtrain.topology.target import job_of
 
 TASK = """
 import torch

@@ -60,11 +60,9 @@ class Run:
     async def close(self) -> None:
         await asyncio.gather(*(node.close() for node in self.nodes))
 
-    async def join(self, peer: str, *, incarnation: int | None = None) -> Membership:
+    async def join(self, peer: str) -> Membership:
         node = self.endpoint(peer)
-        return await Membership.join(
-            node, coordinator_address="memory://coordinator", timeouts=self.timeouts, incarnation=incarnation
-        )
+        return await Membership.join(node, coordinator_address="memory://coordinator", timeouts=self.timeouts)
 
     async def agent(self, host: str) -> AgentLink:
         node = self.endpoint(f"agent/{host}")
@@ -191,10 +189,10 @@ async def test_a_join_that_takes_too_long_names_who_is_missing() -> None:
 
 async def test_a_second_process_replaces_the_first_while_joining() -> None:
     async with started(placement_of(1, 2)) as (run, _):
-        first = asyncio.create_task(run.join("worker/0", incarnation=1))
+        first = asyncio.create_task(run.join("worker/0"))
         await asyncio.sleep(0.01)
         run.network.kill("worker/0")
-        second = asyncio.create_task(run.join("worker/0", incarnation=2))
+        second = asyncio.create_task(run.join("worker/0"))
         await asyncio.sleep(0.01)
         first.cancel()
         await run.join("worker/1")
@@ -206,7 +204,7 @@ async def test_a_second_process_is_a_loss_once_the_run_goes() -> None:
         members = await run.everybody()
         run.network.kill("worker/0")
         with pytest.raises(PeerLostError, match=r"too late to join|came back as another process"):
-            await run.join("worker/0", incarnation=99)
+            await run.join("worker/0")
         await members["worker/1"].halted.wait()
         assert "worker/0" in members["worker/1"].view.lost
         await members["worker/1"].leave()

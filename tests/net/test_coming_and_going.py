@@ -127,6 +127,34 @@ async def test_forget_ends_the_waits_at_once(world: World) -> None:
         await theirs
 
 
+async def test_a_process_that_is_lost_does_not_take_the_next_one_of_its_name_with_it(world: World) -> None:
+    """The next one has greeted before its predecessor's loss becomes known."""
+    a, b = await world.pair(lost_s=20.0)
+    first = b.process
+    await world.kill(b)
+    b = await world.open("b", lost_s=20.0)
+    world.introduce(a, b)
+    await b.send("a", ("new",), ValuePayload(1))
+    assert (await a.receive("b", ("new",))).meta == 1
+    waiting = asyncio.create_task(a.receive("b", ("x",)))
+    asking = asyncio.create_task(a.request("b", "never", timeout=60))
+    await asyncio.sleep(0)
+    losses: list[str] = []
+    a.on_lost(lambda peer, _: losses.append(peer))
+    a.forget("b", "its host is gone", process=first)
+    for wait in (waiting, asking):  # they may be for the one that is lost
+        with pytest.raises(PeerLostError, match="its host is gone"):
+            await wait
+    assert losses == ["b"]
+    await a.send("b", ("y",), ValuePayload(2))
+    assert (await b.receive("a", ("y",))).meta == 2
+    await b.send("a", ("x",), ValuePayload(3))
+    assert (await a.receive("b", ("x",))).meta == 3
+    a.forget("b", "it is gone, too", process=b.process)
+    with pytest.raises(PeerLostError, match="it is gone, too"):
+        await a.send("b", ("y",), ValuePayload(4))
+
+
 async def test_a_restarted_peer_is_another_one(world: World) -> None:
     a, b = await world.pair(lost_s=20.0)
     await b.send("a", ("old",), ValuePayload(1))

@@ -8,16 +8,17 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.plan.networks import LINK, alexnet, small
+from zmqtrain.charts import Bar, Bars, draw
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.alternatives import alternatives, flip
-from zmqtrain.plan.bars import panels
-from zmqtrain.plan.chart import Bar, Panel, draw
+from zmqtrain.plan.bars import COLOURS, panels
 from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.planner import plan
 from zmqtrain.plan.price import price
 from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.rules import pure, same_grid
 from zmqtrain.plan.sweep import powers_up_to, sweep
+from zmqtrain.topology.rounded import rounded_time
 
 
 def test_pure_plans_say_when_they_cannot_be() -> None:
@@ -104,7 +105,7 @@ def test_a_sweep_scales_three_ways() -> None:
 
 def test_a_chart_s_bars_are_as_high_as_their_seconds() -> None:
     bars = (Bar("1x2 <a>", {"dW": 2.0}), Bar("2x1", {"dX": 3.0, "all-gather": 1.0}, marked=True))
-    svg = ElementTree.fromstring(draw("title & more", [Panel("panel", bars)]))
+    svg = ElementTree.fromstring(draw("title & more", [Bars("panel", bars, COLOURS, rounded_time)]))
     rects = [each for each in svg.iter("{http://www.w3.org/2000/svg}rect") if len(each)]
     heights = {each[0].text: float(each.attrib["height"]) for each in rects}
     assert set(heights) == {"1x2 <a>: dW 2 s", "2x1: dX 3 s", "2x1: all-gather 1 s"}
@@ -117,4 +118,4 @@ def test_the_bars_of_a_plan() -> None:
     assert [bar.label for bar in same.bars] == ["1x32", "2x16", "4x8", "8x4", "16x2", "32x1", "planned"]
     assert [bar.label for bar in same.bars if bar.marked] == ["2x16"]
     assert [bar.label for bar in connected.bars if bar.marked] == ["8x4"]
-    assert sum(same.bars[-1].seconds.values()) == pytest.approx(planned.price.communication_s)
+    assert sum(same.bars[-1].parts.values()) == pytest.approx(planned.price.communication_s)

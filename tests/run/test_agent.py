@@ -17,7 +17,7 @@ from tests.run.roles.scripted_lives import live, marks
 from zmqtrain.errors import ConnectivityError
 from zmqtrain.launcher.forked import ForkedProcesses
 from zmqtrain.launcher.forkserver import ForkServer
-from zmqtrain.membership.agent_link import AgentLink
+from zmqtrain.membership.agent_link import WITHDRAW, AgentLink
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.membership.environment import RoleEnvironment, net_settings
@@ -55,6 +55,10 @@ class FakeCoordinator:
     async def tell(self, what: str, value: Value) -> None:
         """Push something to the agent, as the coordinator does."""
         await self._endpoint.request(AGENT, f"membership.{what}", value, timeout=TIMEOUT_S)
+
+    async def ask(self, method: str) -> None:
+        """Ask the agent for something."""
+        await self._endpoint.request(AGENT, method, timeout=TIMEOUT_S)
 
     async def _join(self, caller: PeerId, _incarnation: Value, address: Value) -> Value:
         self._endpoint.add_peer(caller, str(address))
@@ -162,6 +166,12 @@ async def end_by_a_signal(scene: Scene) -> None:
     await scene.pass_s(GRACE_S / 2)
 
 
+async def be_asked_to_leave(scene: Scene) -> None:
+    await scene.until("worker/0", "began")
+    await scene.coordinator.ask(WITHDRAW)
+    await scene.pass_s(GRACE_S / 2)
+
+
 async def be_preempted(scene: Scene) -> None:
     await scene.until("worker/0", "began")
     scene.agent.preempt()
@@ -241,6 +251,11 @@ CASES = {
     "a signal to the agent": Case(
         {"worker/0": ["waits"]},
         end_by_a_signal,
+        {"worker/0": [("exited", 143, None, True)], AGENT: [TOLD]},
+    ),
+    "a host that is asked to leave": Case(
+        {"worker/0": ["waits"]},
+        be_asked_to_leave,
         {"worker/0": [("exited", 143, None, True)], AGENT: [TOLD]},
     ),
     "a preempted host": Case(

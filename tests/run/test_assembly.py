@@ -34,6 +34,7 @@ class Heard:
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.finished: set[str] = set()
+        self.last: dict[str, int] = {}
         self.third = asyncio.Event()
 
     def on_event(self, kind: str, values: dict[str, Any]) -> None:
@@ -41,6 +42,8 @@ class Heard:
 
     def on_report(self, peer: str, events: list[dict[str, Any]]) -> None:
         for event in events:
+            if event["kind"] == "step":
+                self.last[peer] = event["step"]
             if event["kind"] == "step" and event["step"] >= 2 and peer == "worker/2":
                 self.third.set()
             elif event["kind"] == "finish":
@@ -66,6 +69,33 @@ async def test_an_embedded_run_goes_on_without_a_worker_that_is_lost(tmp_path: P
         lost.cancel()
     assert heard.finished == {"worker/0", "worker/1"}
     assert [values["peer"] for kind, values in heard.events if kind == "lost"] == ["worker/2"]
+
+
+@virtual_time()
+@pytest.mark.parametrize(("least", "wait_s"), [(2, 0.0), (3, 0.0), (3, 0.05), (3, 600.0)])
+async def test_a_run_with_too_few_workers_stops_at_a_common_step(tmp_path: Path, least: int, wait_s: float) -> None:
+    """At once, or when the others have trained on alone for a while; not if they have done all steps meanwhile."""
+    heard = Heard()
+    job = {**GOSSIP["job"], "min_workers": least, "min_workers_wait": wait_s}
+    opened = open_run(
+        Topology.from_dict({**GOSSIP, "job": job}),
+        network=MemoryNetwork(),
+        checkpoints=tmp_path,
+        on_report=heard.on_report,
+        on_event=heard.on_event,
+    )
+    async with opened as run, asyncio.TaskGroup() as tasks:
+        for peer in ("worker/0", "worker/1"):
+            tasks.create_task(run.role(peer))
+        lost = tasks.create_task(run.role("worker/2"))
+        await heard.third.wait()
+        lost.cancel()
+    steps = {heard.last["worker/0"] + 1, heard.last["worker/1"] + 1}
+    if least == 3 and wait_s < 600:
+        assert len(steps) == 1, "a common step"
+        assert steps != {400}
+    else:
+        assert steps == {400}
 
 
 async def test_who_opens_a_run_hears_of_its_checkpoints(tmp_path: Path) -> None:

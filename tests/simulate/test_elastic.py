@@ -27,6 +27,8 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts
 
 STEPS = 200
+#: Where many runs are made.
+FEW = 80
 TOPOLOGY = """
 [job]
 steps = {steps}
@@ -65,8 +67,8 @@ latency = "100 us"
 """
 
 
-def topology(*, exchange: str = "weights", granularity: str = "bucket", job: str = "") -> Topology:
-    return parse_topology(TOPOLOGY.format(steps=STEPS, exchange=exchange, granularity=granularity, job=job))
+def topology(*, exchange: str = "weights", granularity: str = "bucket", job: str = "", steps: int = STEPS) -> Topology:
+    return parse_topology(TOPOLOGY.format(steps=steps, exchange=exchange, granularity=granularity, job=job))
 
 
 class Heard:
@@ -147,7 +149,7 @@ def test_only_one_is_left() -> None:
 
 
 def test_random_faults_break_nothing() -> None:
-    found: list[Trial] = list(explore(topology(), range(6), faults="random"))
+    found: list[Trial] = list(explore(topology(steps=FEW), range(6), faults="random"))
     assert [each.broken for each in found if each.broken] == []
 
 
@@ -212,8 +214,8 @@ averaging = {{ {averaging} }}
 """
 
 
-def averaging(method: str = "", every: int = 4, job: str = "") -> Topology:
-    text = TOPOLOGY.format(steps=STEPS, exchange="weights", granularity="bucket", job=job)
+def averaging(method: str = "", every: int = 4, job: str = "", steps: int = STEPS) -> Topology:
+    text = TOPOLOGY.format(steps=steps, exchange="weights", granularity="bucket", job=job)
     start, end = text.index("[exchange]"), text.index("[network]")
     return parse_topology(text[:start] + AVERAGING.format(every=every, averaging=method) + text[end:])
 
@@ -256,13 +258,13 @@ def test_several_late_workers_that_could_ask_each_other_take_their_states_from_o
 
 def test_averaging_at_any_moment() -> None:
     for number, every in enumerate((1, 3)):
-        shape = averaging(METHODS[number], every=every)
+        shape = averaging(METHODS[number], every=every, steps=FEW)
         found = list(explore(shape, range(10 * number, 10 * number + 2), faults="random"))
         assert [each.broken for each in found if each.broken] == []
 
 
-def allreduce(every: int = 1, job: str = "", compute: str = "") -> Topology:
-    text = TOPOLOGY.format(steps=STEPS, exchange="weights", granularity="bucket", job=f"elastic = true\n{job}")
+def allreduce(every: int = 1, job: str = "", compute: str = "", steps: int = STEPS) -> Topology:
+    text = TOPOLOGY.format(steps=steps, exchange="weights", granularity="bucket", job=f"elastic = true\n{job}")
     start, end = text.index("[exchange]"), text.index("[network]")
     exchange = f'[exchange]\nkind = "allreduce"\nevery = {every}\n'
     return parse_topology(text[:start].replace("groups = 4", f"groups = 4\n{compute}") + exchange + text[end:])
@@ -280,4 +282,4 @@ def test_all_reduce_at_any_moment() -> None:
     """In the midst of sums: the survivors finish the step, or all of them give it up."""
     for number in range(8):
         at = 0.02 + 0.00037 * number
-        run_without_servers([kill("worker/3", at=at)], allreduce(job="restarts = 1"))
+        run_without_servers([kill("worker/3", at=at)], allreduce(job="restarts = 1", steps=FEW))

@@ -24,7 +24,7 @@ from zmqtrain.host.sums import Combine, sum_into
 from zmqtrain.host.window import as_bytes
 from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.net.node import Node
-from zmqtrain.waiting import first_error, in_time
+from zmqtrain.waiting import abandoned, first_error, in_time
 from zmqtrain.wire.dtypes import dtype_of_torch
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -206,9 +206,7 @@ class SeveralHosts:
         try:
             arrived, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+            await abandoned(waits)
         came = [source for wait, source in waits.items() if not wait.cancelled() and wait.exception() is None]
         if not came:
             raise next(iter(arrived)).exception() or PeerLostError("any rank", "it has left")

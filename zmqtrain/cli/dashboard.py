@@ -14,8 +14,10 @@ from typing import Any
 
 import psutil
 
+from zmqtrain.cli.drain import drained
 from zmqtrain.cli.runs import launcher_of, state_of_run
 from zmqtrain.errors import UsageError
+from zmqtrain.launcher.asked import heeds
 from zmqtrain.launcher.slurm.submit import cancel, job_of
 from zmqtrain.observe.dashboard.follow import read_topology
 from zmqtrain.observe.run_directory import find_run, runs_of, training_of
@@ -56,10 +58,13 @@ class Processes:
         topology = read_topology(training_of(path))
         if (topology.get("job") or {}).get("task") is None:
             raise UsageError(f"{path.name} trains a script or a modelled device, whose checkpoints are not zmqtrain's to keep")
-        if not _heeds(launcher.pid, signal.SIGUSR2):
+        if not heeds(launcher.pid, signal.SIGUSR2):
             raise UsageError(f"{path.name} cannot be asked for a checkpoint: it has not started, or is a simulation")
         launcher.send_signal(signal.SIGUSR2)
         return f"{path.name} keeps a checkpoint at the next step that all its workers reach; the events say when it is complete"
+
+    def drain(self, path: Path, host: str) -> str:
+        return drained(path, _launcher(path), host)
 
 
 def run_dashboard(
@@ -97,7 +102,7 @@ def _folder_of(name: str | None) -> tuple[Path, str]:
         return folder.absolute(), ""
     path = Path(name)
     if path.is_dir() and not (path / "topology.toml").exists():
-        if not runs_of(path):
+        if not runs_of(path) and any(path.iterdir()):  # an empty one may be about to get its first run
             raise UsageError(f"{path.absolute()} is neither a run nor a folder of runs")
         return path.absolute(), ""
     run = find_run(name).absolute()
@@ -140,16 +145,6 @@ def _launcher(path: Path) -> psutil.Process:
     if launcher is None:
         raise UsageError(f"{path.name} is not running on this machine; zmqtrain stop {path} ends what may be left on other hosts")
     return launcher
-
-
-def _heeds(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal that would otherwise end it."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _readable_state(path: Path) -> dict[str, Any]:

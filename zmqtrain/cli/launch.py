@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from json import dumps
 from pathlib import Path
 
-from zmqtrain.cli.divided import decided
 from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.launch_options import LaunchOptions
 from zmqtrain.cli.overrides import load_with
@@ -30,6 +29,7 @@ from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory, find_run
 from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.observe.sinks.make import make_sinks
+from zmqtrain.plan.decided import decided
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place, place_before
 from zmqtrain.topology.schema import Topology

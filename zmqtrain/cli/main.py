@@ -447,6 +447,17 @@ def stop(
 
 
 @app.command()
+def drain(run: Run, host: Annotated[str, typer.Argument(help="Its name in the topology file.")]) -> None:
+    """Let a host leave an elastic run, which trains on without it. Returns when the host can be switched off.
+
+    Its workers end at once, and the others train the batches that these had begun. A host with model servers cannot leave.
+    """
+    from zmqtrain.cli.drain import run_drain
+
+    raise typer.Exit(run_drain(run, host))
+
+
+@app.command()
 def logs(
     run: Run = "latest",
     role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="One role, such as worker/3.")] = None,

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import UsageError
-from zmqtrain.topology.faults import dotted
-from zmqtrain.topology.load import load_topology
-from zmqtrain.topology.overrides import Override, overridden
+from zmqtrain.topology.overrides import Override, load_overridden
 from zmqtrain.topology.schema import Topology
-from zmqtrain.topology.toml_lines import find_lines
 
 
 def load_with(path: Path, settings: Sequence[str]) -> Topology:
@@ -21,13 +18,7 @@ def load_with(path: Path, settings: Sequence[str]) -> Topology:
     A value is read as TOML if possible, otherwise as a string. An error quotes the setting that caused it; all other errors give
     the line of the file.
     """
-    if not settings:
-        return load_topology(path)
-    load_topology(path)  # errors of the file itself give their lines
-    text = path.read_text(encoding="utf-8")
-    lines = {dotted(place): line for place, line in find_lines(text).items()}
-    overrides = [_override(setting) for setting in settings]
-    return overridden(tomllib.loads(text), overrides, file=str(path), name=path.stem, lines=lines)
+    return load_overridden(path, [_override(setting) for setting in settings])
 
 
 def _override(setting: str) -> Override:

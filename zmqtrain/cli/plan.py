@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.cli.divided import read_plan, with_plan
+from zmqtrain.charts import draw
 from zmqtrain.cli.overrides import load_with
-from zmqtrain.cli.plan_rows import efficiency_rows, layer_rows, link_row, sweep_row, total_rows
 from zmqtrain.cli.plan_tables import Tables
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.strict_json import dumps
 from zmqtrain.plan.bars import panels
-from zmqtrain.plan.chart import draw
+from zmqtrain.plan.decided import read_plan, with_plan
 from zmqtrain.plan.efficiency import efficiencies
 from zmqtrain.plan.group_step import variants
 from zmqtrain.plan.planner import Planned, plan
 from zmqtrain.plan.price import price
 from zmqtrain.plan.problem import Problem, placed_of
+from zmqtrain.plan.rows import efficiency_rows, layer_rows, link_row, sweep_row, total_rows
 from zmqtrain.plan.setup import Source, link_source, problem_of, source_of
 from zmqtrain.plan.sweep import powers_up_to, sweep
 from zmqtrain.topology.schema import Topology

@@ -35,7 +35,7 @@ _VARIANTS = {
 
 
 class Tables:
-    """Prints rows of `zmqtrain.cli.plan_rows`."""
+    """Prints rows of `zmqtrain.plan.rows`."""
 
     def __init__(self) -> None:
         self._console = Console(width=max(LEAST_WIDTH, Console().width))

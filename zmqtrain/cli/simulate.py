@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from zmqtrain.cli.divided import decided
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import InvariantError, SimulationError, UsageError
 from zmqtrain.launcher.run import write_pid
@@ -19,6 +18,7 @@ from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.observe.strict_json import dumps
+from zmqtrain.plan.decided import decided
 from zmqtrain.processors import processors
 from zmqtrain.run.ending import Ending
 from zmqtrain.run.preemption import INTERRUPTED
@@ -80,7 +80,8 @@ def run_simulate(
 def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: bool, data: str | None, run_dir: Path | None) -> int:
     topology = resolved(topology, seed)
     placement = place(topology)
-    schedule = faults_for(topology, seed, source, horizon_of(topology) if source == "random" else 0.0)
+    horizon_s = horizon_of(topology) if source == "random" else 0.0
+    schedule = faults_for(topology, seed, source, horizon_s)
     sinks = FanOut(topology.observe.to, topology.observe.options)
     directory = RunDirectory.create(topology.job.name, exact=run_dir)
     directory.write("topology.toml", topology.to_toml())
@@ -95,6 +96,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
         begun.result(topology.job.timeouts.join_s)
     options = Options(
         faults=schedule,
+        usual_s=horizon_s or None,
         data_path=data_path,
         checkpoints=directory.checkpoints,
         on_event=record.membership_event,

@@ -23,6 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from zmqtrain.data.background import Condition
 from zmqtrain.errors import ConnectivityError, PeerTimeoutError, UsageError
+from zmqtrain.waiting import abandoned
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -126,11 +127,7 @@ class Bridge:
         """Cancel all running work. Every wait, now and later, raises `ConnectivityError`, or the error given to `abort`."""
         self._closed = True
         self.abort(ConnectivityError("this worker has ended"))
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await abandoned(self._tasks)
 
     def _start(self, work: Work[T], begun: Begun[T]) -> None:
         if self._closed:

@@ -28,7 +28,7 @@ from zmqtrain.data.ring_plan import RingPlan
 from zmqtrain.errors import ConnectivityError, PeerLostError, ProtocolError, TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
-from zmqtrain.waiting import in_time
+from zmqtrain.waiting import abandoned, in_time
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -143,11 +143,7 @@ class RingLoader:
         """Leave the ring: pending transfers are abandoned."""
         if self.ledger.trained:
             self._recorder.event("samples", step=None, **self.ledger.values())
-        tasks = [*self._tasks, *([self._receiver] if self._receiver is not None else [])]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await abandoned([*self._tasks, *([self._receiver] if self._receiver is not None else [])])
         for future in self._stock.values():
             future.cancel()
         await self._thread.close(timeout_s)

@@ -29,6 +29,7 @@ from zmqtrain.exchange.elastic import Decision, ElasticMembers
 from zmqtrain.exchange.members import group_of
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.timeouts import Timeouts
+from zmqtrain.waiting import abandoned
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -109,7 +110,7 @@ class ElasticSums:
             self._worker.cancel()
             await asyncio.wait({self._worker})
         if self._now is not None:
-            await _cancelled(self._now)
+            await abandoned(_sums_of(self._now))
         self._arithmetic.close()
 
     # Called by the members, while they agree.
@@ -223,7 +224,7 @@ class ElasticSums:
             self._attempt(now, bucket)
 
     async def _take_back(self, now: _Step) -> None:
-        await _cancelled(now)
+        await abandoned(_sums_of(now))
         now.attempts.clear()
         now.shares = None
         now.complete.clear()
@@ -261,13 +262,6 @@ class ElasticSums:
             self._now.done.set()
 
 
-async def _cancelled(now: _Step) -> None:
-    """Abandon the sums of a step."""
-    tasks: list[asyncio.Future[Any]] = [*now.attempts.values(), *([] if now.shares is None else [now.shares])]
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
-        for task in tasks:
-            if not task.cancelled():
-                task.exception()  # nothing waits for it any more
+def _sums_of(now: _Step) -> list[asyncio.Future[Any]]:
+    """The sums of a step that have begun."""
+    return [*now.attempts.values(), *([] if now.shares is None else [now.shares])]

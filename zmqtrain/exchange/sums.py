@@ -15,7 +15,7 @@ from zmqtrain.exchange.base import Bucket, Replica
 from zmqtrain.host.accumulator import Accumulator
 from zmqtrain.host.member import HostMember
 from zmqtrain.net.endpoint import Tag
-from zmqtrain.waiting import settle
+from zmqtrain.waiting import abandoned, settle
 from zmqtrain.wire.payload import Payload
 
 #: How long the accumulator's lanes may take to end once nothing is left to sum, in seconds.
@@ -124,11 +124,7 @@ class HostSums:
         if not self._begun:
             return
         self._begun = False
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await abandoned(self._tasks)
         await self._member.leave(CLOSE_S)
 
     # Called by the replica.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from zmqtrain.exchange.base import Bucket
+from zmqtrain.waiting import abandoned
 
 
 class UnderWay:
@@ -72,11 +73,7 @@ class UnderWay:
 
     async def cancel(self) -> None:
         """Abandon all pending exchanges."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await abandoned(self._tasks)
         self._tasks.clear()
         self._held_back.clear()
         self._missing = 0

@@ -7,13 +7,15 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from zmqtrain.errors import PortInUseError, UsageError, ZmqTrainError
+from zmqtrain.launcher.asked import LOOK, Asked
 from zmqtrain.launcher.continued import Leadership, NothingLeftError, port_taken
 from zmqtrain.launcher.detached import leave_terminal
 from zmqtrain.launcher.emulate import Emulation
@@ -40,6 +42,7 @@ from zmqtrain.run.report import headline, report_of
 from zmqtrain.topology.cautions import cautions
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
+from zmqtrain.waiting import abandoned
 from zmqtrain.world import wall_s
 
 
@@ -77,6 +80,7 @@ class Launch:
         self._assembly: Assembly | None = None
         self._preemption = Preemption()
         self._life: asyncio.Task[Ending] | None = None
+        self._asked = Asked(directory.path)
 
     def halt(self, reason: str) -> None:
         """Stop the run in an orderly way, not as a failure. Call it on the loop's thread while `run` is running."""
@@ -167,10 +171,12 @@ class Launch:
             stack.push_async_callback(self._stop_agents, fleet)
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(self._assembly.run(), name="coordinator")
+                asked = group.create_task(self._asked.serve(partial(self._serve, self._assembly)), name="what is asked")
                 await fleet.start((sys.executable, "-m", "zmqtrain", "agent"), "agent")
                 if leadership is not None and not leadership.continues:
                     leadership.started(engine, fleet.handles)
                 outcome = await self._watch(self._assembly.coordinator, running, fleet)
+                asked.cancel()
             return self._ending(outcome)
 
     async def _begin_sinks(self) -> None:
@@ -234,10 +240,7 @@ class Launch:
                         coordinator.host_ended(host, how)
             return running.result()
         finally:
-            for task in ends:
-                task.cancel()
-            if ends:
-                await asyncio.wait(ends)
+            await abandoned(ends)
 
     # Signals ------------------------------------------------------------------------------------------------------------------
 
@@ -245,6 +248,7 @@ class Launch:
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt, signal.SIGUSR1: self._preemption.ask}
         handlers[signal.SIGUSR2] = self._keep
+        handlers[LOOK] = self._asked.look
         if wanted_on_sigterm(self._topology.engine.kind):
             handlers[signal.SIGTERM] = self._preemption.ask
         if self._topology.engine.kind != "local":
@@ -276,6 +280,15 @@ class Launch:
         else:
             self._record.note("a checkpoint was asked for: all workers keep one at a common step, and go on")
             self._assembly.collector.ask()
+
+    @staticmethod
+    async def _serve(assembly: Assembly, request: Mapping[str, object]) -> str:
+        """What another process of the user asks for."""
+        match request:
+            case {"what": "drain", "host": str(host)}:
+                return await assembly.drain(host)
+            case _:
+                raise UsageError(f"this launcher knows no such request: {request}")
 
     # The end ------------------------------------------------------------------------------------------------------------------
 

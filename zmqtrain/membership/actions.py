@@ -70,6 +70,8 @@ class Drop:
 
     peer: PeerId
     reason: str
+    incarnation: int | None = None
+    """Which of its processes, if it is known: another one may be here already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,15 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zmqtrain.errors import PeerLostError
+from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.membership.client import COORDINATOR, HaltCallback, Membership
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
+
+#: The request by which the coordinator asks a host to leave the run.
+WITHDRAW = "withdraw"
 
 
 class AgentLink:
@@ -66,6 +69,17 @@ class AgentLink:
                     callback(peer)
 
         self.membership.on_view(tell)
+
+    def on_withdraw(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` when the coordinator asks this host to leave the run."""
+
+        async def take(caller: PeerId) -> Value:
+            if caller != COORDINATOR:
+                raise ProtocolError(f"{caller} may not ask a host to leave; only the coordinator may")
+            callback()
+            return None
+
+        self.membership.endpoint.serve(WITHDRAW, take)
 
     def started(self, peer: PeerId) -> None:
         """Record that a role's process is running. Call this before the process can join."""

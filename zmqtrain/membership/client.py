@@ -59,13 +59,10 @@ class Membership:
         self._left = False
 
     @classmethod
-    async def join(
-        cls, endpoint: Endpoint, *, coordinator_address: str, timeouts: Timeouts, incarnation: int | None = None
-    ) -> Membership:
+    async def join(cls, endpoint: Endpoint, *, coordinator_address: str, timeouts: Timeouts) -> Membership:
         """Join the run as ``endpoint.peer``. For a worker or server it returns when all others have joined, too.
 
-        On return the endpoint knows all addresses, and ``view`` is complete. ``incarnation`` distinguishes two processes of the
-        same name; by default it is random.
+        On return the endpoint knows all addresses, and ``view`` is complete.
         Raises `PeerTimeoutError`, which names the missing members, `PeerLostError`, which names one that failed before all had
         joined, `RunTokenError`, or `ProtocolError` if this peer is not expected.
         """
@@ -75,7 +72,7 @@ class Membership:
         endpoint.serve("membership.finish", membership._take_finish)
         endpoint.on_lost(membership._take_lost)
         endpoint.add_peer(COORDINATOR, coordinator_address)
-        number = random_bits(63) if incarnation is None else incarnation
+        number = endpoint.process
         membership._incarnation, membership._address = number, coordinator_address
         # The coordinator gives up first and says who is missing; this time-out is for a coordinator that does not answer.
         patience = timeouts.join_s + timeouts.lost_s
@@ -251,13 +248,14 @@ class Membership:
         before, self.view = self.view, view
         for peer, reason in view.lost.items():
             if peer not in before.lost and peer != self.peer:
-                self.endpoint.forget(peer, reason)
+                was = before.members.get(peer)
+                self.endpoint.forget(peer, reason, process=None if was is None else was.incarnation)
         for peer, member in view.members.items():
             known = before.members.get(peer)
             if peer == self.peer or (known is not None and known.incarnation == member.incarnation):
                 continue
             if known is not None:  # lost and back again since the previous view
-                self.endpoint.forget(peer, "another process has taken its place")
+                self.endpoint.forget(peer, "another process has taken its place", process=known.incarnation)
             self.endpoint.add_peer(peer, member.address)
         for callback in list(self._view_callbacks):
             callback(view)

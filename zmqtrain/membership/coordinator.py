@@ -32,7 +32,8 @@ from zmqtrain.net.address import key_in
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.timeouts import Timeouts
-from zmqtrain.wire.payload import Value
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.value import ValuePayload
 from zmqtrain.world import random_bits
 
 #: ``on_event(kind, values)``: an event of the membership; ``values["reason"]`` says why.
@@ -99,7 +100,9 @@ class Coordinator:
         self._outboxes: dict[PeerId, _Outbox] = {}
         self._pushers: dict[PeerId, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
+        self._answer: tuple[Value, Payload] = None, ValuePayload()  # the newest one: its value, and what was sent
         self._changed = asyncio.Event()
+        self._moved = asyncio.Event()  # set at the next decision, and replaced
         if ledger is not None:
             self.running.set()
             if self._roster.state is State.FAILED:
@@ -115,6 +118,14 @@ class Coordinator:
     def view(self) -> View:
         """The members as they are now."""
         return self._roster.view()
+
+    async def until(self, is_so: Callable[[View], bool]) -> bool:
+        """Wait for a view of which ``is_so`` is true. Returns False if the run ends before there is one."""
+        while not is_so(self.view):
+            if self.outcome is not None:
+                return False
+            await self._moved.wait()
+        return True
 
     def halt(self, reason: Mapping[str, Any]) -> None:
         """Stop the run, as a role may by `Membership.halt`: every member is told once."""
@@ -247,8 +258,8 @@ class Coordinator:
                     self._push(to, what, value)
                 case Meet(peer, address):
                     self._endpoint.add_peer(peer, address)
-                case Drop(peer, reason):
-                    self._endpoint.forget(peer, reason)
+                case Drop(peer, reason, incarnation):
+                    self._endpoint.forget(peer, reason, process=incarnation)
                 case Note(kind, values, reason):
                     self._note(kind, values, reason)
                 case End(outcome):
@@ -256,6 +267,8 @@ class Coordinator:
         if actions:
             self._noted()
             self._changed.set()
+            moved, self._moved = self._moved, asyncio.Event()
+            moved.set()
 
     def _note(self, kind: str, values: Mapping[str, Value], reason: str) -> None:
         if kind == "running":
@@ -305,17 +318,19 @@ class Coordinator:
         finally:
             del self._waiting[ticket]
 
-    async def _serve_join(self, caller: PeerId, incarnation: Value, address: Value) -> Value:
+    async def _serve_join(self, caller: PeerId, incarnation: Value, address: Value) -> Payload:
         if not isinstance(incarnation, int) or not isinstance(address, str):
             raise ProtocolError(f"{caller} joins with a wrong incarnation or address")
         self._check_key(caller, address)
         joined = await self._decide(lambda ticket: self._roster.handle_join(caller, incarnation, address, ticket, self._now()))
         return self._signed(joined)
 
-    def _signed(self, value: Value) -> Value:
-        """An answer that says which process has given it."""
+    def _signed(self, value: Value) -> Payload:
+        """An answer that says which process has given it. All who get the same value get one payload, which is packed once."""
         assert isinstance(value, dict)
-        return {**value, "leader": self._leader}
+        if self._answer[0] is not value:
+            self._answer = value, ValuePayload({**value, "leader": self._leader})
+        return self._answer[1]
 
     def _check_key(self, caller: PeerId, address: str) -> None:
         """Addresses in views must contain the peer's key if connections are encrypted, and only then."""
@@ -326,7 +341,7 @@ class Coordinator:
         if (key is None) != (key_in(self._endpoint.address) is None):
             raise ProtocolError(f"{caller} {'does not encrypt' if key is None else 'encrypts'}, unlike this run")
 
-    async def _serve_again(self, caller: PeerId, incarnation: Value, address: Value) -> Value:
+    async def _serve_again(self, caller: PeerId, incarnation: Value, address: Value) -> Payload:
         if not isinstance(incarnation, int) or not isinstance(address, str):
             raise ProtocolError(f"{caller} comes back with a wrong incarnation or address")
         return self._signed(await self._decide(lambda ticket: self._roster.handle_again(caller, incarnation, ticket, self._now())))

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgpack
 
+from zmqtrain.durable import sync_folder
 from zmqtrain.errors import JournalError
 from zmqtrain.wire.payload import Value
 
@@ -79,7 +80,7 @@ def replay(data: bytes) -> tuple[Ledger, int]:
 
 
 class Journal(Protocol):
-    """Where the coordinator keeps what it decides ."""
+    """Where the coordinator keeps what it decides."""
 
     ledger: Ledger
     """What was written so far."""
@@ -205,7 +206,7 @@ class JournalFile:
             if self._file >= 0 and self.superseded:
                 raise OSError("another launcher has replaced it")
             os.replace(temporary, self.path)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         except OSError:
             os.close(file)
             temporary.unlink(missing_ok=True)
@@ -237,11 +238,3 @@ def _write_all(file: int, data: bytes) -> None:
     written = 0
     while written < len(data):
         written += os.write(file, data[written:])
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -61,6 +61,10 @@ class TopicSubscription:
         self._ended: Ending | None = None
         self.shelf = mailbox.subscribe(topic, self._notify)
 
+    @property
+    def ready(self) -> int:
+        return len(self.shelf.ready)
+
     async def get(self) -> tuple[PeerId, Tag, Payload]:
         shelf = self.shelf
         while not shelf.ready:

@@ -38,6 +38,11 @@ class Subscription(Protocol):
 
     async def get(self) -> tuple[PeerId, Tag, Payload]: ...
 
+    @property
+    def ready(self) -> int:
+        """The messages that have arrived and were not taken yet."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[tuple[PeerId, Tag, Payload]]: ...
 
     def close(self) -> None: ...
@@ -113,8 +118,14 @@ class Endpoint(Protocol):
         of it must be asked again."""
         ...
 
-    def forget(self, peer: PeerId, reason: str) -> None:
-        """Treat the peer as lost from now on, because membership says so: waits for it raise at once, and `on_lost` is called."""
+    @property
+    def process(self) -> int:
+        """A random number of this process, by which others tell it from an earlier one of the same name."""
+        ...
+
+    def forget(self, peer: PeerId, reason: str, *, process: int | None = None) -> None:
+        """Treat the peer as lost from now on, because membership says so: waits for it raise at once, and `on_lost` is called.
+        ``process``: of this name only that one is lost; if another one has greeted already, the link to that one stays."""
         ...
 
     def pardon(self, count: int) -> None:

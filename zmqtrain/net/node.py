@@ -137,8 +137,24 @@ class Node:
     def pardon(self, count: int) -> None:
         self._board.pardon(count)
 
-    def forget(self, peer: PeerId, reason: str) -> None:
-        self._board.forget(peer, endings.lost(peer, reason))
+    @property
+    def process(self) -> int:
+        return self._board.process
+
+    def forget(self, peer: PeerId, reason: str, *, process: int | None = None) -> None:
+        ending = endings.lost(peer, reason)
+        link = self._board.replaced(peer, process)
+        if link is None:
+            self._board.forget(peer, ending)
+            return
+        # What waits here is for the process that is gone: these waits began before its loss was known.
+        for ticket in [ticket for ticket, future in self._waits.items() if ticket.key[0] == peer and not future.done()]:
+            link.wants.unwant(ticket)
+            self._mailbox.cancel(ticket)
+            self._waits[ticket].set_exception(ending.error(f"message {ticket.key[1]}"))
+        self._board.touch(link)
+        self._desk.lose_calls(peer, ending.error)
+        self._tell_lost(peer, ending)
 
     def traffic(self) -> dict[PeerId, tuple[int, int]]:
         return self._board.traffic()
@@ -227,6 +243,9 @@ class Node:
             if message.on_released is not None:
                 message.on_released()
         self._desk.lose(peer, ending.error)
+        self._tell_lost(peer, ending)
+
+    def _tell_lost(self, peer: PeerId, ending: Ending) -> None:
         if ending.loss and self._closing is None:
             for callback in self._callbacks:
                 try:

@@ -50,7 +50,7 @@ class Switchboard:
         self._mailbox = mailbox
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
-        self._process = random_bits(63) | 1
+        self.process = random_bits(63) | 1
         self._links: dict[PeerId, Link] = {}
         self._flushed = Flush(self._links)
         self._routes: dict[bytes, Link] = {}
@@ -103,6 +103,12 @@ class Switchboard:
             self._end(link, endings.lost(peer, f"it was restarted at {without_key(address)}"))
             self._gone.pop(peer, None)
             self._add_link(peer)
+
+    def replaced(self, peer: PeerId, process: int | None) -> Link | None:
+        """The link to another process of this name than the given one, if it has greeted already."""
+        link = self._links.get(peer)
+        remote = None if link is None else link.handshake.remote
+        return link if process is not None and remote is not None and remote.process != process else None
 
     def forget(self, peer: PeerId, ending: Ending) -> None:
         if self._settings.identity is not None:
@@ -241,9 +247,10 @@ class Switchboard:
             link.link_down(self._loop.time())
             self._arm(link)
 
-    def on_trouble(self, peer: PeerId, trouble: Trouble) -> None:
+    def on_trouble(self, peer: PeerId, trouble: Trouble | None) -> None:
         link, identity = self._links.get(peer), self._settings.identity
-        if link is None:
+        trouble = trouble or self._troubles.of(peer)
+        if link is None or trouble is None:
             return
         if trouble is Trouble.UNLISTED and (identity is None or identity.joins(link.handshake.address)):
             log.warning("%s is not admitted by %s: it has another run token", self._peer, peer)
@@ -285,7 +292,7 @@ class Switchboard:
             to=link.peer,
             address=self._transport.address,
             token=self._settings.token,
-            process=self._process,
+            process=self.process,
             session=link.handshake.session,
             known=(link.handshake.remote.session if link.handshake.remote else 0) if known is None else known,
             opened=opened,

@@ -269,7 +269,7 @@ class FieldSums:
 
     @property
     def mean(self) -> float:
-        """The mean of the values."""
+        """The mean of the values, of which there is at least one."""
         return self.total / self.count
 
     def values(self) -> Iterator[tuple[float, int]]:
@@ -280,11 +280,16 @@ class FieldSums:
 
 
 def fields_of(values: Mapping[str, Any]) -> dict[str, FieldSums]:
-    """The sums in the values of a line of kind `SUMS`, by the values' names."""
-    return {name: FieldSums.of(told) for name, told in (values.get("fields") or {}).items()}
+    """The sums in the values of a line of kind `SUMS`, by the values' names: of those that any event had."""
+    return _sums_in(values.get("fields"))
+
+
+def _sums_in(told: Mapping[str, Any] | None) -> dict[str, FieldSums]:
+    found = {name: FieldSums.of(each) for name, each in (told or {}).items()}
+    return {name: each for name, each in found.items() if each.count > 0}
 
 
 def parts_in(values: Mapping[str, Any], fields: Mapping[str, FieldSums]) -> dict[str, FieldSums]:
     """The three parts of `parts_of` in the values of a line about steps, whose fields are ``fields``."""
-    parts = {name: FieldSums.of(told) for name, told in (values.get("parts") or {}).items()}
+    parts = _sums_in(values.get("parts"))
     return {**parts, "exposed": fields["exposed_s"]} if "exposed_s" in fields else parts

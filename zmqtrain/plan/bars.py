@@ -3,21 +3,32 @@ plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from zmqtrain.charts import Bar, Bars
 from zmqtrain.parallel.grid import Grid
-from zmqtrain.plan.chart import Bar, Panel
 from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.planner import Planned
 from zmqtrain.plan.price import PlanPrice
 from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.rules import every_grid, grid_for_connected, same_grid
+from zmqtrain.topology.rounded import rounded_time
 
 #: The most bars of a rule. If there are more grids, those that can be carried out come first.
 MOST_BARS = 32
+#: Parts of a step from the bottom up, with their colours (of Okabe and Ito, for colour-blind readers).
+COLOURS: Mapping[str, str] = {
+    "compute": "#bbbbbb",
+    "all-gather": "#0072b2",
+    "dX": "#56b4e9",
+    "dW": "#d55e00",
+    "halo": "#009e73",
+    "redistribute": "#f0e442",
+    "statistics": "#cc79a7",
+}
 
 
-def panels(planned: Sequence[Planned]) -> list[Panel]:
+def panels(planned: Sequence[Planned]) -> list[Bars]:
     """Two panels for each plan: each of the two rules beside the plan. Without overlap."""
     found = []
     for each in planned:
@@ -29,13 +40,13 @@ def panels(planned: Sequence[Planned]) -> list[Panel]:
     return found
 
 
-def _panel(planned: Planned, title: str, rule: Callable[[Problem, Grid], list[Placed]]) -> Panel:
+def _panel(planned: Planned, title: str, rule: Callable[[Problem, Grid], list[Placed]]) -> Bars:
     problem = planned.problem
     plans = [each for each in every_grid(problem, title, rule) if each.obstacle is None][:MOST_BARS]
     least = min((each.price.without_overlap_s for each in plans), default=0.0)
     bars = [Bar(str(each.grid), _segments(problem, each.price), each.price.without_overlap_s == least) for each in plans]
     bars.append(Bar("planned", _segments(problem, planned.price)))
-    return Panel(f"{problem.processes} processes, batch {problem.batch}: {title}", tuple(bars))
+    return Bars(f"{problem.processes} processes, batch {problem.batch}: {title}", tuple(bars), COLOURS, rounded_time)
 
 
 def _segments(problem: Problem, price: PlanPrice) -> dict[str, float]:

@@ -109,6 +109,7 @@ class Agent:
         self._link.alone_s = self._description.alone_s
         self._link.on_halt(self._halt)
         self._link.on_lost(self._end_lost)
+        self._link.on_withdraw(self.stop)
         async with task_group() as group:
             background = [
                 group.create_task(self._link.run(), name="heartbeats"),

@@ -25,7 +25,9 @@ from zmqtrain.membership.description import RunDescription, serve_description
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.membership.journal import Journal
 from zmqtrain.net.curve import Identity
+from zmqtrain.run.draining import drain
 from zmqtrain.run.preemption import Preemption, stop_workers
+from zmqtrain.run.strength import keep_enough
 from zmqtrain.train.checkpoint.collector import CheckpointCollector, OnEvent
 
 if TYPE_CHECKING:
@@ -128,6 +130,7 @@ class Assembly:
             background = [
                 group.create_task(self.collector.run(), name="collect checkpoints"),
                 group.create_task(self._preempt(), name="preemption"),
+                group.create_task(self._keep_enough(), name="enough workers"),
             ]
             outcome = await self.coordinator.run()
             for task in background:
@@ -141,6 +144,14 @@ class Assembly:
             await tell_again(self._endpoint, workers, self._journal, timeout_s=self.timeouts.barrier_s)
             self.collector.begin_again()
         await self.preemption.run(self._endpoint, self.coordinator, self.description, self._say, self._journal)
+
+    async def _keep_enough(self) -> None:
+        await keep_enough(self.coordinator, self.description.topology, self.preemption, self._say)
+
+    async def drain(self, host: str) -> str:
+        """Let ``host`` leave, while the others train on. Raises like `zmqtrain.run.draining.drain`."""
+        topology, placement = self.description.topology, self.description.placement
+        return await drain(host, self._endpoint, self.coordinator, topology, placement, self._say)
 
     def halt(self, reason: str) -> None:
         """Stop the run in an orderly way, without a checkpoint: every member is told once, with the reason."""

@@ -15,6 +15,7 @@ from zmqtrain.exchange.momentum import gradients_of
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.observe.line import line_of
 from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.sinks.base import RunFacts
@@ -27,7 +28,6 @@ from zmqtrain.run.report import LOG, headline
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.model_file import model_lines
 from zmqtrain.versions import versions
-from zmqtrain.world import wall_s
 
 
 class RunRecord:
@@ -139,17 +139,7 @@ class RunRecord:
 
     def event(self, peer: PeerId, event: Mapping[str, Any]) -> None:
         """Record one event."""
-        role, _, rank = peer.partition("/")
-        time = event.get("time")
-        line = {
-            "time": wall_s() if time is None else time,
-            "host": self._host_of.get(peer, rank if role == "agent" else ""),
-            "role": role,
-            "rank": int(rank) if rank.isdigit() else None,
-            "step": event.get("step"),
-            "kind": str(event.get("kind")),
-            "values": event.get("values") or {},
-        }
+        line = line_of(peer, event, self._host_of)
         if line["kind"] == "stopped":
             self.stopped_at = event["step"]
         self._write(self._sums.add(line))

@@ -32,6 +32,7 @@ from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEvent, Update
 from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.checkpoint import keep_pieces
+from zmqtrain.server.load import Load
 from zmqtrain.server.momentum_sensor import Sensors
 from zmqtrain.server.norm import ServerSum
 from zmqtrain.server.parse import parse_push
@@ -234,8 +235,11 @@ class Serving:
 
     async def _take_pushes(self, pushes: Subscription) -> None:
         entries, groups = self._shard.entries, self._configuration.groups
+        clock = asyncio.get_running_loop().time
+        load = Load(clock())
         while True:
             sender, tag, payload = await pushes.get()
+            began = clock()
             try:
                 push = parse_push(sender, tag, payload, entries, groups)
                 async with self._lock:
@@ -243,6 +247,9 @@ class Serving:
                         await self._carry_out(partial(self._aggregator.pushed, push), payload.nbytes)
             except ProtocolError as error:
                 self._refusals.refuse(sender, tag, error)
+            told = load.handled(began, clock(), waiting=pushes.ready, nbytes=payload.nbytes)
+            if told is not None:
+                self._recorder.event("load", **told)
             del payload
 
     async def _take_orders(self, orders: Subscription) -> None:

@@ -1,6 +1,6 @@
 """The simulated world: virtual time, modelled hosts and links, faults on a schedule.
 
-In the public interface ``zmqtrain.simulate(topology)`` is the function `zmqtrain.simulate.run.simulate`. This package and that
+In the public interface ``zmqtrain.simulate(target)`` is the function `zmqtrain.simulate.program.simulate`. This package and that
 function are the same attribute of `zmqtrain`, so the package can be called, and behaves as the function.
 """
 
@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from zmqtrain.simulate.run import Options, Result
-    from zmqtrain.topology.schema import Topology
+from typing import Any
 
 
 class _Package(ModuleType):
-    def __call__(self, topology: Topology, *, seed: int | None = None, options: Options | None = None) -> Result:
-        from zmqtrain.simulate.run import simulate
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        from zmqtrain.simulate.program import simulate
 
-        return simulate(topology, seed=seed, options=options)
+        return simulate(*args, **settings)
 
 
 sys.modules[__name__].__class__ = _Package

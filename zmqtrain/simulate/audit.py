@@ -4,8 +4,10 @@
 - Groups keep within the staleness that the file allows.
 - A run that ends well has trained each step of each worker once, on all its samples, and its replicas are equal.
 - If workers of model servers may be lost: what `zmqtrain.simulate.slot_audit` lists.
+- A group reads parameters in which its own gradient counts; an FC server applies each group's step once.
 - Exchanges without servers are over the same members for all workers, and their models are what a replay of these gives.
 - A run whose faults can be survived ends well. Any other run ends with an error, and none hangs beyond the time-outs.
+- If it is known how long the run takes without faults, it ends soon after the last of them is over.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from zmqtrain.exchange.pieces import Piece
 from zmqtrain.merged_fc.profile_phases import worker_profile
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.ending import Ending
-from zmqtrain.simulate.faults import Fault
+from zmqtrain.simulate.faults import RESTART_S, Fault
 from zmqtrain.simulate.replay import Ledger
 from zmqtrain.simulate.slot_audit import SlotAudit
 from zmqtrain.topology.placement import Placement
@@ -28,12 +30,21 @@ from zmqtrain.wire.payload import Payload
 
 #: Further findings would tell nothing new.
 MOST = 20
+#: With its faults over, a run may take so many times as long as a whole run without faults: a few workers may be left, which train
+#: what the others have left.
+SLOWER = 20.0
 
 
 class Auditor:
     """Gets all facts and reports, and gives its `verdict` at the end."""
 
-    def __init__(self, topology: Topology, placement: Placement, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, topology: Topology, placement: Placement, clock: Callable[[], float], *, usual_s: float | None = None
+    ) -> None:
+        """``usual_s``: how long the run takes without faults."""
+        self._usual_s = usual_s
+        self._after: dict[tuple[int, int, int], int] = {}  # piece, group, step -> the version with its gradient
+        self._merged: Counter[tuple[PeerId, int, int]] = Counter()  # FC server, group, step
         self._topology, self._placement, self._clock = topology, placement, clock
         self._timeouts = topology.job.timeouts
         self._broken: list[str] = []
@@ -50,6 +61,8 @@ class Auditor:
         self._wrong_values: str | None = None
         self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server holds when it ends
         self._ledger = Ledger(topology, placement)
+        self._trains: set[PeerId] = set()  # workers that have begun a step
+        self._died_early = False  # a launcher, before all workers trained
         self._last_s = 0.0
         self._first = 0
         self._slots = SlotAudit(topology, placement) if topology.elastic and topology.exchange.kind == "model_server" else None
@@ -73,8 +86,22 @@ class Auditor:
             self._slots.hear(peer, what, values)
         if what == "applied":
             self._hear_applied(peer, cast(Mapping[str, Any], values))
+        elif what == "read":
+            self._hear_read(
+                peer, int(cast(int, values["piece"])), int(cast(int, values["step"])), int(cast(int, values["version"]))
+            )
+        elif what == "fc applied":
+            for group, step in cast(Sequence[tuple[int, int]], values["reads"]):
+                self._merged[peer, group, step] += 1
+                if step and not self._first and not self._merged[peer, group, step - 1]:
+                    self.note(f"{peer} applied step {step} of group {group} before step {step - 1}")
         elif what == "begin_step":
+            self._trains.add(peer)
             self._ledger.began(peer, int(cast(int, values["step"])))
+        elif what == "mixed":
+            self._ledger.mixed(
+                peer, int(cast(int, values["step"])), int(cast(int, values["bucket"])), cast(Sequence[str], values["sources"])
+            )
         elif what == "joined":
             self._ledger.joined(peer, int(cast(int, values["step"])), str(values["source"]))
         elif what == "counted":
@@ -100,6 +127,15 @@ class Auditor:
             self._resting.add((server, group))
             self._entered[server, group] = step
 
+    def _hear_read(self, peer: PeerId, piece: int, step: int, version: int) -> None:
+        """A worker has the answer to its push of the step before."""
+        group = self._placement.role(peer).group
+        after = self._after.pop((piece, group, step - 1), None)
+        if after is None:
+            self.note(f"{peer} was answered before step {step - 1} counts in piece {piece}")
+        elif version < after:
+            self.note(f"{peer} read version {version} of piece {piece}, but its step {step - 1} counts only in version {after}")
+
     def _hear_applied(self, server: PeerId, values: Mapping[str, Any]) -> None:
         piece, version = int(values["piece"]), int(values["version"])
         known = self._versions.get((server, piece), version - 1 if self._first else 0)
@@ -109,6 +145,7 @@ class Auditor:
         counts = self._pushed.setdefault((server, piece), [self._first] * self._placement.groups)
         for group, step, _read in values["reads"]:
             key = (server, piece, int(group), int(step))
+            self._after[piece, int(group), int(step)] = version
             if key in self._applied:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} twice")
             self._applied.add(key)
@@ -144,6 +181,11 @@ class Auditor:
         elif kind == "lost":
             self._lost[peer] = None
 
+    def launcher_died(self) -> None:
+        """A launcher has died. Another one goes on only with what all know: that all have joined."""
+        if any(worker.peer not in self._lost and worker.peer not in self._trains for worker in self._placement.workers):
+            self._died_early = True
+
     def report(self, peer: PeerId, events: Sequence[Mapping[str, Any]]) -> None:
         """A role's events."""
         for event in events:
@@ -177,7 +219,7 @@ class Auditor:
         preempted = ending.status == "preempted" or (ending.error or {}).get("kind") == "preempted"
         if ending.status == "done" or (preempted and self.stopped_at is not None):
             self._check_done(corrupted=any(fault.kind == "corrupt" for fault in faults))
-        elif not fatal and not preempted and not self._own_fault(error):
+        elif not fatal and not self._died_early and not preempted and not self._own_fault(error):
             what = f"{error.get('type')}: {error.get('message')}"
             self.note(f"the run ended with status {ending.status} ({what}), although all its faults can be survived")
         self._check_end(seconds, faults)
@@ -210,6 +252,9 @@ class Auditor:
         if not corrupted and self._topology.simulation.payload == "small" and not self._first:
             for found in self._ledger.wrong(self._lost):
                 self.note(found)
+        twice = [f"step {step} of group {group}" for (_, group, step), times in self._merged.items() if times > 1]
+        if twice:
+            self.note(f"an FC server applied {', '.join(twice[:5])} more than once")
         if self._lost:
             return  # the remaining properties hold only if no worker was lost
         if until is not None:
@@ -245,8 +290,29 @@ class Auditor:
                 f"the run hung: no role reported anything for {seconds - last:g} s before its end; time-outs add up to "
                 f"{patience:g} s"
             )
+        if self._usual_s is not None:
+            over_s, slower = _over(faults)
+            work_s = SLOWER * slower * self._usual_s
+            # What was lost is noticed, waited for and given up; and then the run goes on, or ends.
+            notice_s = timeouts.silent_s + timeouts.lost_s + timeouts.request_s + 2 * timeouts.grace_s + RESTART_S
+            if seconds > over_s + work_s + notice_s:
+                self.note(
+                    f"the run ended {seconds - over_s:g} s after its last fault was over; it takes {self._usual_s:g} s without "
+                    f"faults, so at most {work_s + notice_s:g} s were to be expected"
+                )
 
     @property
     def _equal_at_end(self) -> bool:
         exchange = self._topology.exchange
         return exchange.kind == "allreduce" or (exchange.kind == "model_server" and exchange.policy == "sync")
+
+
+def _over(faults: Sequence[Fault]) -> tuple[float, float]:
+    """When the last of these faults is over, and how many times slower than usual the slowest worker is from then on."""
+    over_s, slower = 0.0, 1.0
+    for fault in faults:
+        begins = fault.at or 0.0
+        if fault.kind == "slow" and fault.lasts is None:
+            slower *= max(1.0, fault.factor)
+        over_s = max(over_s, begins + (fault.lasts or 0.0))
+    return over_s, slower

@@ -101,7 +101,7 @@ class Channel(Flow):
     def _travel(self, frames: list[bytes | memoryview], left_at: float) -> None:
         """A message that leaves at ``left_at`` arrives, or is lost."""
         network, connection, way = self._network, self._connection, self._way
-        delay = way.latency
+        delay = way.latency * network.delays.get(connection.source, 1.0)
         if way.jitter:
             delay += network.chance.expovariate(1 / way.jitter)
         if way.loss and network.chance.random() < way.loss:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal
 
 from zmqtrain.errors import SimulationError
-from zmqtrain.simulate.faults import Fault, random_faults
+from zmqtrain.simulate.faults import Fault, launcher_deaths, random_faults
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
@@ -46,14 +46,15 @@ def faults_for(topology: Topology, seed: int, source: FaultSource, horizon_s: fl
     if source == "none":
         return ()
     draw = random.Random(f"{seed}/faults")
-    return random_faults(place(topology), topology.job.timeouts, horizon_s, draw)
+    faults = random_faults(place(topology), topology.job.timeouts, horizon_s, draw, elastic=topology.elastic)
+    return (*faults, *launcher_deaths(topology.job.timeouts, horizon_s, random.Random(f"{seed}/launcher")))
 
 
 def try_seed(seed: int, topology: Topology, source: FaultSource, horizon_s: float) -> Trial:
     """Run the job once with this seed."""
     faults = faults_for(topology, seed, source, horizon_s)
     try:
-        result = simulate(topology, seed=seed, options=Options(faults=faults))
+        result = simulate(topology, seed=seed, options=Options(faults=faults, usual_s=horizon_s or None))
     except SimulationError as error:
         return Trial(seed, "stuck", "", getattr(error, "now_s", 0.0), tuple(map(str, faults or ())), (str(error),))
     return trial_of(seed, result)

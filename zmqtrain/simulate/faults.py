@@ -12,19 +12,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.ranges import expand
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts
 
-FaultKind: TypeAlias = Literal["kill", "restart", "pause", "partition", "heal", "slow", "corrupt", "drop"]
+FaultKind: TypeAlias = Literal["kill", "restart", "pause", "partition", "heal", "slow", "delay", "corrupt", "drop"]
 
 #: The kinds of random faults, with their weights: mostly those that a run has to survive.
-WEIGHTS: dict[FaultKind, int] = {"drop": 6, "pause": 4, "slow": 4, "partition": 4, "kill": 2, "restart": 1, "corrupt": 1}
+WEIGHTS: dict[FaultKind, int] = {
+    "drop": 6, "pause": 4, "slow": 3, "delay": 3, "partition": 4, "kill": 2, "restart": 1, "corrupt": 1
+}  # fmt: skip
+#: Those of elastic runs, which have to survive losses.
+ELASTIC_WEIGHTS: dict[FaultKind, int] = {**WEIGHTS, "kill": 6, "restart": 8}
+#: The share of an elastic run's losses that hit workers alone. A lost server ends it.
+WORKERS_HIT = 0.9
+#: The share of faults that come soon after the one before, while the run still reacts to that.
+SOON = 0.4
 #: The most faults in a random schedule: sometimes the consequences of one should be over before the next.
 MOST_RANDOM = 4
 #: Kinds of faults that have a duration.
-_LASTING: frozenset[FaultKind] = frozenset({"pause", "partition", "slow"})
+_LASTING: frozenset[FaultKind] = frozenset({"pause", "partition", "slow", "delay"})
 #: By default a new process with the old name starts this many seconds later.
 RESTART_S = 1.0
 
@@ -47,7 +56,7 @@ class Fault:
     one_way: bool = False
     """partition: only what the first side sends is lost."""
     factor: float = 2.0
-    """slow: the factor."""
+    """slow, delay: the factor."""
     lasts: float | None = None
     """Seconds until it is over; ``None``: never (restart: until the new process starts)."""
 
@@ -63,7 +72,7 @@ class Fault:
             parts.append(" | ".join(",".join(side) for side in self.sides) + (" (one way)" if self.one_way else ""))
         if self.to is not None:
             parts.append(f"to {self.to}")
-        if self.kind == "slow":
+        if self.kind in ("slow", "delay"):
             parts.append(f"{self.factor:g} times")
         parts.append(when)
         if self.lasts is not None:
@@ -75,6 +84,8 @@ class Fault:
         left."""
         if self.kind == "corrupt":
             return False
+        if self.target == COORDINATOR:
+            return True  # another one goes on
         if elastic:
             return True
         if self.kind in ("kill", "restart"):
@@ -91,7 +102,8 @@ def kill(target: str, *, at: float | None = None, step: int | None = None) -> Fa
 
 
 def restart(target: str, *, at: float | None = None, step: int | None = None, after: float = RESTART_S) -> Fault:
-    """The role dies, and a new process with its name, but none of its state, starts ``after`` seconds later."""
+    """The role dies, and a new process with its name, but none of its state, starts ``after`` seconds later. A host comes back with
+    a new agent, which starts the host's roles."""
     return Fault("restart", at=at, step=step, target=target, lasts=after)
 
 
@@ -115,6 +127,11 @@ def heal(*, at: float | None = None, step: int | None = None) -> Fault:
 def slow(target: str, factor: float, *, at: float | None = None, step: int | None = None, lasts: float | None = None) -> Fault:
     """Modelled compute of the role (or host) takes ``factor`` times as long."""
     return Fault("slow", at=at, step=step, target=target, factor=factor, lasts=lasts)
+
+
+def delay(target: str, factor: float, *, at: float | None = None, step: int | None = None, lasts: float | None = None) -> Fault:
+    """What the role (or host) sends takes ``factor`` times the latency."""
+    return Fault("delay", at=at, step=step, target=target, factor=factor, lasts=lasts)
 
 
 def corrupt(target: str, to: str | None = None, *, at: float | None = None, step: int | None = None) -> Fault:
@@ -164,26 +181,39 @@ def later(faults: Sequence[Fault], seconds: float) -> tuple[Fault, ...]:
     return tuple(left)
 
 
-def random_faults(placement: Placement, timeouts: Timeouts, horizon_s: float, draw: random.Random) -> tuple[Fault, ...]:
+def random_faults(
+    placement: Placement, timeouts: Timeouts, horizon_s: float, draw: random.Random, *, elastic: bool = False
+) -> tuple[Fault, ...]:
     """A schedule of one to `MOST_RANDOM` faults for a run that takes about ``horizon_s`` seconds without them."""
-    kinds = list(WEIGHTS)
+    weights = ELASTIC_WEIGHTS if elastic else WEIGHTS
+    kinds = list(weights)
     hosts = [host for host in placement.hosts if placement.of_host(host)]
     peers = [role.peer for role in placement.roles]
-    faults = []
+    workers = [worker.peer for worker in placement.workers]
+    theirs = [host for host in hosts if all(role.kind == "worker" for role in placement.of_host(host))]
+    faults: list[Fault] = []
+    at = draw.uniform(0, horizon_s)
     for _ in range(draw.randint(1, MOST_RANDOM)):
-        kind = draw.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
-        at = draw.uniform(0, horizon_s)
-        target = draw.choice(peers)
-        # From too short to be noticed, to longer than the time-outs.
+        kind = draw.choices(kinds, [weights[kind] for kind in kinds])[0]
+        spared = elastic and bool(theirs) and draw.random() < WORKERS_HIT
+        target = draw.choice(workers if spared else peers)
+        host = draw.choice(theirs if spared else hosts)
+        # From too short to be noticed, to longer than the time-outs; or about as long as something that the run does.
         lasts = draw.choice([0.02, 0.2, 0.4, 1.5]) * timeouts.lost_s * draw.uniform(0.5, 1.0)
+        if draw.random() < 0.5:
+            lasts = draw.choice([0.02, 0.1, 0.5]) * horizon_s * draw.uniform(0.5, 1.0)
         match kind:
-            case "kill" | "restart":
-                host = draw.random() < 0.25
-                faults.append(Fault(kind, at=at, target=draw.choice(hosts) if host and kind == "kill" else target, lasts=None))
+            case "kill":
+                faults.append(kill(host if draw.random() < 0.25 else target, at=at))
+            case "restart":
+                after = draw.choice([RESTART_S, 0.01 * horizon_s, 0.1 * horizon_s, 0.4 * horizon_s])
+                faults.append(restart(host if elastic and draw.random() < 0.25 else target, at=at, after=after))
             case "pause":
-                faults.append(pause(draw.choice([target, draw.choice(hosts)]), lasts, at=at))
+                faults.append(pause(draw.choice([target, host]), lasts, at=at))
             case "slow":
                 faults.append(slow(target, draw.choice([1.5, 4.0, 20.0]), at=at, lasts=draw.choice([None, lasts])))
+            case "delay":
+                faults.append(delay(draw.choice([target, host]), draw.choice([3.0, 30.0, 300.0]), at=at, lasts=lasts))
             case "partition" if len(hosts) > 1:
                 cut = draw.randint(1, len(hosts) - 1)
                 shuffled = draw.sample(hosts, len(hosts))
@@ -192,4 +222,14 @@ def random_faults(placement: Placement, timeouts: Timeouts, horizon_s: float, dr
                 faults.append(corrupt(target, at=at))
             case _:
                 faults.append(drop(target, draw.choice([None, *(peer for peer in peers if peer != target)]), at=at))
+        at = at + draw.expovariate(50 / horizon_s) if draw.random() < SOON else draw.uniform(0, horizon_s)
+    return tuple(sorted(faults, key=lambda fault: fault.at or 0.0))
+
+
+def launcher_deaths(timeouts: Timeouts, horizon_s: float, draw: random.Random) -> tuple[Fault, ...]:
+    """No, one or two deaths of the launcher, after each of which another one goes on."""
+    faults = []
+    for _ in range(draw.choice([0, 0, 0, 0, 0, 1, 1, 2])):
+        after = draw.choice([0.01 * horizon_s, 0.3 * horizon_s, 0.2 * timeouts.lost_s, 2.0 * timeouts.lost_s])
+        faults.append(restart(COORDINATOR, at=draw.uniform(0, horizon_s), after=after * draw.uniform(0.5, 1.0)))
     return tuple(sorted(faults, key=lambda fault: fault.at or 0.0))

@@ -161,6 +161,14 @@ class SimulatedHost:
         return process.run(self._agent.start_again, role)
 
 
+def be_host(plan: Plan, name: str) -> asyncio.Task[None]:
+    """Begin the life of a host's agent. Returns the task, which has the agent's name."""
+    agent = f"agent/{name}"
+    life = spawn(plan.cluster, agent, name).run(asyncio.get_running_loop().create_task, SimulatedHost(plan, name).run())
+    life.set_name(agent)
+    return life
+
+
 async def be_role(plan: Plan, role: RolePlacement, environment: RoleEnvironment, process: Process) -> None:
     """Run a role in its own process."""
     timeouts = environment.timeouts

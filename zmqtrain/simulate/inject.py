@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.simulate.cluster import Cluster
 from zmqtrain.simulate.faults import RESTART_S, Fault
-from zmqtrain.simulate.host import Plan, be_role, spawn
+from zmqtrain.simulate.host import Plan, be_host, be_role, spawn
+from zmqtrain.simulate.succession import is_of_launcher
 
 
 class Injector:
@@ -16,12 +17,16 @@ class Injector:
 
     def __init__(self, cluster: Cluster, faults: Sequence[Fault]) -> None:
         self._cluster = cluster
+        self._launchers = sorted((fault for fault in faults if is_of_launcher(fault)), key=lambda fault: fault.at or 0.0)
+        faults = [fault for fault in faults if not is_of_launcher(fault)]
         self._by_time = sorted((fault for fault in faults if fault.at is not None), key=lambda fault: fault.at or 0.0)
         self._by_step = [fault for fault in faults if fault.step is not None]
         self._begun: asyncio.Queue[Fault] = asyncio.Queue()
         self._heal: list[Callable[[], None]] = []
         self._plan: Plan | None = None
         self._tasks: asyncio.TaskGroup | None = None
+        self.agents: list[asyncio.Task[None]] = []
+        """The lives of agents that were started again."""
         self.done: list[Fault] = []
         """The faults injected so far."""
 
@@ -33,6 +38,11 @@ class Injector:
         for fault in due:
             self._by_step.remove(fault)
             self._begun.put_nowait(fault)
+
+    def launcher_died(self) -> None:
+        """A launcher has died, which is not this object's doing."""
+        if self._launchers:
+            self.done.append(self._launchers.pop(0))
 
     async def run(self, plan: Plan) -> None:
         """Run until cancelled."""
@@ -59,10 +69,13 @@ class Injector:
                     await cluster.kill(peer, silent=len(peers) > 1)
             case "restart":
                 for peer in peers:
-                    await cluster.kill(peer)
+                    await cluster.kill(peer, silent=len(peers) > 1)
                 await asyncio.sleep(RESTART_S if fault.lasts is None else fault.lasts)
-                for peer in peers:
-                    await self._start_again(peer)
+                if fault.target in cluster.hosts:
+                    self._start_host_again(fault.target)
+                else:
+                    for peer in peers:
+                        await self._start_again(peer)
             case "pause":
                 for peer in peers:
                     cluster.pause(peer)
@@ -83,6 +96,13 @@ class Injector:
                     await asyncio.sleep(fault.lasts)
                     for peer in peers:
                         cluster.slow_down(peer, 1 / fault.factor)
+            case "delay":
+                for peer in peers:
+                    network.delays[peer] = network.delays.get(peer, 1.0) * fault.factor
+                if fault.lasts is not None:
+                    await asyncio.sleep(fault.lasts)
+                    for peer in peers:
+                        network.delays[peer] /= fault.factor
             case "corrupt":
                 for peer in peers:
                     network.corrupt(peer, fault.to)
@@ -105,6 +125,16 @@ class Injector:
                 if heal in self._heal:
                     self._heal.remove(heal)
                     heal()
+
+    def _start_host_again(self, host: str) -> None:
+        """The machine is there again, and something outside the run starts an agent on it."""
+        assert self._plan is not None
+        agent = f"agent/{host}"
+        if not self._cluster.processes[agent].tasks:  # otherwise another fault has done so already
+            life = be_host(self._plan, host)
+            # The run may refuse it, which is no failure of the run.
+            life.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self.agents.append(life)
 
     async def _start_again(self, peer: PeerId) -> None:
         """Start another process with the same name: the agent does it, if the run needs the role. Otherwise it is started from

@@ -31,6 +31,8 @@ class SimulatedNetwork:
         """``chance`` decides on jitter, loss and flipped bits."""
         self.model = model
         self.chance = chance
+        self.delays: dict[PeerId, float] = {}
+        """The factor on the latency of what a peer sends, if it is not 1."""
         self.flows = FlowTable()
         self.loop = asyncio.get_running_loop()
         self._transports: dict[PeerId, SimulatedTransport] = {}

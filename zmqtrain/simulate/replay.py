@@ -10,13 +10,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer
 from zmqtrain.merged_fc.profile_phases import worker_profile
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.memory import Numbers, gradient, gradient_factor, small_numel
-from zmqtrain.wire.tensor import TensorPayload
 
 
 class Ledger:
@@ -28,7 +26,12 @@ class Ledger:
         self._counted: dict[int, tuple[PeerId, ...]] = {}
         self._begun: dict[int, set[PeerId]] = {}
         self._joined: dict[tuple[PeerId, int], PeerId] = {}  # a worker's first step -> whose state it began with
+        self._mixed: dict[int, dict[PeerId, dict[int, tuple[PeerId, ...]]]] = {}  # gossip: step -> worker -> bucket -> sources
         self._models: dict[PeerId, tuple[Mapping[str, Numbers], Sequence[PeerId]]] = {}
+
+    def mixed(self, peer: PeerId, step: int, bucket: int, sources: Sequence[PeerId]) -> None:
+        """In gossip: the worker's bucket has become its mean with those of ``sources``, at this step."""
+        self._mixed.setdefault(step, {}).setdefault(peer, {})[bucket] = tuple(sources)
 
     def counted(self, peer: PeerId, step: int, members: Sequence[PeerId]) -> None:
         """For ``peer``, the exchange of ``step`` was over ``members``."""
@@ -63,11 +66,16 @@ class Ledger:
         at_once = averaging.deltas == "float32" and averaging.fragments == 1 and averaging.overlap_steps == 0
         if exchange.kind == "averaging" and at_once:
             yield from self._wrong_averages()
+        elif exchange.kind == "gossip" and exchange.gossip.exchange == "weights":
+            yield from self._wrong_mixtures()
         elif exchange.kind == "allreduce":
             yield from self._wrong_sums(exchange.every_steps(self._topology.compute.groups))
 
     def _wrong_sums(self, every: int) -> Iterator[str]:
         run = _Averaged(self._topology, self._placement)
+        missing = [step for step in range(max(self._counted, default=0)) if (step + 1) % every == 0 and step not in self._counted]
+        if missing:
+            yield f"no exchange of step {missing[0]} counts, but one of step {max(self._counted)}"
         first = {peer: [step for (joined, step) in self._joined if joined == peer] for peer in self._placement_peers()}
         model = run.zeros()
         for step, members in self._counted.items():
@@ -87,15 +95,29 @@ class Ledger:
         return [worker.peer for worker in self._placement.workers]
 
     def _wrong_averages(self) -> Iterator[str]:
-        run, models = _Averaged(self._topology, self._placement), self._models
+        run = _Averaged(self._topology, self._placement)
+        for step in self._steps(run):
+            if step in self._counted:
+                run.combine(self._counted[step])
+        yield from self._wrong_models(run)
+
+    def _wrong_mixtures(self) -> Iterator[str]:
+        run = _Averaged(self._topology, self._placement)
+        for step in self._steps(run):
+            run.mix(self._mixed.get(step, {}))
+        yield from self._wrong_models(run)
+
+    def _steps(self, run: _Averaged) -> Iterator[int]:
+        """Train all steps that were begun, in order."""
         for step in sorted(self._begun):
             for (peer, first), source in self._joined.items():
                 if first == step:
                     run.begin_like(peer, source)
             run.train(step, sorted(self._begun[step]))
-            if step in self._counted:
-                run.combine(self._counted[step])
-        for peer, (values, members) in models.items():
+            yield step
+
+    def _wrong_models(self, run: _Averaged) -> Iterator[str]:
+        for peer, (values, members) in self._models.items():
             expected = run.model(members)
             found = np.concatenate([values[name] for name in run.layers])
             if not np.allclose(found, expected, rtol=1e-9, atol=1e-6):
@@ -103,29 +125,31 @@ class Ledger:
 
 
 class _Averaged:
-    """All workers' models, in one process."""
+    """All workers' models, in one process: arithmetic of its own, which shares nothing with that of the exchanges."""
 
     def __init__(self, topology: Topology, placement: Placement) -> None:
-        averaging, groups = topology.exchange.averaging, topology.compute.groups
-        layers = worker_profile(topology).layers
-        self.layers = {layer.name: (index, small_numel(layer.numel)) for index, layer in enumerate(layers) if layer.numel}
+        self._averaging, self._groups = topology.exchange.averaging, topology.compute.groups
+        self.layers = {
+            layer.name: (index, small_numel(layer.numel))
+            for index, layer in enumerate(worker_profile(topology).layers)
+            if layer.numel
+        }
         self._factor = gradient_factor(topology)
+        parts, start = {}, 0
+        for name, (_, numel) in self.layers.items():
+            parts[name] = slice(start, start + numel)
+            start += numel
+        plans = worker_profile(topology).bucket_plans(topology.compute.bucket_bytes)
+        self._parts = [[parts[name] for name in plan.names if name in parts] for plan in plans]
         self._ranks = {worker.peer: worker.index for worker in placement.workers}
-        numel = sum(numel for _, numel in self.layers.values())
-        self._models: dict[PeerId, Numbers] = {peer: np.zeros(numel) for peer in self._ranks}
-        self._methods: dict[PeerId, Method] = {}
-        for peer in self._ranks:
-            method: Method = Average()
-            if averaging.method == "elastic":
-                method = Elastic(groups, averaging.alpha)
-            elif averaging.method == "outer":
-                method = Outer(averaging.outer_lr, averaging.outer_momentum)
-            method.begin(0, self._part(peer))
-            self._methods[peer] = method
+        self._models: dict[PeerId, Numbers] = {peer: self.zeros() for peer in self._ranks}
+        # Averaging: each worker's copy of the center, or of the last common model and the outer momentum.
+        self._centers: dict[PeerId, Numbers] = {peer: self.zeros() for peer in self._ranks}
+        self._momenta: dict[PeerId, Numbers] = {peer: self.zeros() for peer in self._ranks}
 
     def train(self, step: int, peers: Sequence[PeerId]) -> None:
         for peer in peers:
-            self._models[peer] -= self.gradients(peer, step)
+            self._models[peer] = self._models[peer] - self.gradients(peer, step)
 
     def zeros(self) -> Numbers:
         """Initial parameters."""
@@ -137,25 +161,40 @@ class _Averaged:
         return self._factor * np.concatenate(parts)
 
     def combine(self, members: Sequence[PeerId]) -> None:
-        own = {peer: self._methods[peer].travels(0, self._part(peer)) for peer in members}
-        mean = sum(payload.numpy() for payload in own.values() if isinstance(payload, TensorPayload)) / len(members)
-        for peer, payload in own.items():
-            method = self._methods[peer]
-            scaled = TensorPayload.of(np.array(mean) * method.factor(len(members)))
-            method.apply(0, self._part(peer), payload, scaled, mix=0.0)
+        averaging, models, centers = self._averaging, self._models, self._centers
+        if averaging.method == "elastic":
+            alpha = 0.9 / self._groups if averaging.alpha is None else averaging.alpha
+            pulls = {peer: alpha * (models[peer] - centers[peer]) for peer in members}
+            together = sum(pulls.values(), self.zeros())
+            for peer, pull in pulls.items():
+                models[peer] = models[peer] - pull
+                centers[peer] = centers[peer] + together
+            return
+        mean = sum((models[peer] for peer in members), self.zeros()) / len(members)
+        changes = {peer: centers[peer] - models[peer] for peer in members}
+        change = sum(changes.values(), self.zeros()) / len(members)
+        for peer in members:
+            models[peer] = mean
+            if averaging.method == "outer":
+                self._momenta[peer] = averaging.outer_momentum * self._momenta[peer] + change
+                step = change + averaging.outer_momentum * self._momenta[peer]
+                models[peer] = centers[peer] = centers[peer] - averaging.outer_lr * step
+
+    def mix(self, mixed: Mapping[PeerId, Mapping[int, Sequence[PeerId]]]) -> None:
+        """Each of these workers takes the mean with others, bucket by bucket."""
+        before = {peer: model.copy() for peer, model in self._models.items()}
+        for peer, buckets in mixed.items():
+            for bucket, sources in buckets.items():
+                for part in self._parts[bucket]:
+                    whole = sum((before[source][part] for source in sources), before[peer][part])
+                    self._models[peer][part] = whole / (1 + len(sources))
 
     def begin_like(self, peer: PeerId, source: PeerId) -> None:
-        self._models[peer][:] = self._models[source]
-        for name, payload in self._methods[source].state().items():
-            self._methods[peer].state()[name].copy_(payload)
+        for kept in (self._models, self._centers, self._momenta):
+            kept[peer] = kept[source].copy()
 
     def model(self, members: Sequence[PeerId]) -> Numbers:
         """The run's model at the end."""
-        center = self._methods[members[0]].center(0)
-        if isinstance(center, TensorPayload):
-            return center.numpy()
-        total: Numbers = sum((self._models[peer] for peer in members), np.zeros(1))
-        return total / len(members)
-
-    def _part(self, peer: PeerId) -> TensorPayload:
-        return TensorPayload.of(self._models[peer])
+        if self._averaging.method == "elastic":
+            return self._centers[members[0]]
+        return sum((self._models[peer] for peer in members), self.zeros()) / len(members)

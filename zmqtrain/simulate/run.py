@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zmqtrain.errors import SimulationError, ZmqTrainError
+from zmqtrain.errors import SimulationError, UsageError, ZmqTrainError
 from zmqtrain.membership.actions import Outcome
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.coordinator import EventCallback, ReportCallback
@@ -33,10 +33,11 @@ from zmqtrain.simulate.audit import Auditor
 from zmqtrain.simulate.clock import VirtualLoop, run_virtual
 from zmqtrain.simulate.cluster import Cluster
 from zmqtrain.simulate.faults import Fault, faults_of
-from zmqtrain.simulate.host import Plan, SimulatedHost, spawn
+from zmqtrain.simulate.host import Plan, be_host
 from zmqtrain.simulate.inject import Injector
 from zmqtrain.simulate.logs import logs_to
 from zmqtrain.simulate.network import SimulatedNetwork
+from zmqtrain.simulate.succession import Death, Records, Succession, deaths_of, is_of_launcher
 from zmqtrain.topology.links import links_of
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
@@ -64,6 +65,11 @@ class Options:
     checkpoints: Path | None = None
     """Folder for checkpoints; the run's model is left beside it. Without a folder nothing is kept."""
     resume: Path | None = None
+    usual_s: float | None = None
+    """How many virtual seconds the run takes without faults. The auditor then demands that it ends soon after the last of them."""
+    launcher_deaths: Sequence[Death] | None = None
+    """When launchers die, and how long they are away; beside those among the faults. With a list, even an empty one, each launcher
+    keeps a journal, and processes live on without it for ``[job] alone``."""
     preempt_at_s: float | None = None
     """The virtual time, in seconds, at which the run is asked to stop with a checkpoint."""
     on_event: EventCallback | None = None
@@ -89,6 +95,10 @@ class Result:
     """The faults that were injected before the run was over, in order."""
     broken: list[str] = field(default_factory=list)
     """The violations that the auditor found, each a sentence. Empty if everything held."""
+    launchers: int = 1
+    """How many launchers there were, one after another."""
+    records: int = 0
+    """The number of records in the last one's journal, if there was one."""
 
 
 def simulate(topology: Topology, *, seed: int | None = None, options: Options | None = None) -> Result:
@@ -137,9 +147,12 @@ class Simulation:
 
     def __init__(self, topology: Topology, options: Options) -> None:
         self._topology, self._options = topology, options
+        self._deaths: list[Death] | None = None  # of launchers; none: there is one, without a journal
+        self.launchers, self.records = 1, 0
         self._placement = place(topology)
         self._timeouts = topology.job.timeouts
-        self._auditor = Auditor(topology, self._placement, lambda: asyncio.get_running_loop().time())
+        clock = lambda: asyncio.get_running_loop().time()  # noqa: E731
+        self._auditor = Auditor(topology, self._placement, clock, usual_s=options.usual_s)
 
     async def run(self) -> Result:
         """Raises the errors of `simulate`."""
@@ -154,6 +167,8 @@ class Simulation:
         cluster = Cluster(network, self._placement, self._topology.network.slowdowns())
         faults = faults_of(self._topology) if self._options.faults is None else tuple(self._options.faults)
         injector = Injector(cluster, faults)
+        if self._options.launcher_deaths is not None or any(map(is_of_launcher, faults)):
+            self._deaths = [*(self._options.launcher_deaths or ()), *deaths_of(faults)]
         try:
             outcome = await self._live(loop, cluster, injector)
             ending = ending_of(outcome, stopped=self._auditor.stopped_at is not None)
@@ -165,54 +180,75 @@ class Simulation:
         seconds = loop.time()
         await self._end(cluster)
         broken = self._auditor.verdict(ending, seconds, injector.done)
-        return Result(ending, seconds, loop.callbacks, tuple(injector.done), broken)
+        return Result(ending, seconds, loop.callbacks, tuple(injector.done), broken, self.launchers, self.records)
 
     async def _live(self, loop: VirtualLoop, cluster: Cluster, injector: Injector) -> Outcome:
         topology, options = self._topology, self._options
+        deaths = self._deaths
+        if deaths is not None and options.resume is not None:
+            raise UsageError("a simulation that resumes a checkpoint has one launcher")
         description = RunDescription(
             topology,
             self._placement,
             os.getcwd(),
             options.data_path or topology.data.path,
             None if options.resume is None else str(options.resume),
+            alone_s=0.0 if deaths is None else topology.job.alone,
         )
-        async with AsyncExitStack() as stack:
-            endpoint = cluster.network.endpoint(COORDINATOR, topology.hosts[0].name, net_settings(self._timeouts, ""))
-            stack.push_async_callback(endpoint.close)
+        agents: list[asyncio.Task[Any]] = []
+        injecting: list[asyncio.Task[None]] = []
+
+        def begin(number: int, journal: Records | None) -> tuple[Assembly, Callable[[], Awaitable[None]]]:
+            settings = net_settings(self._timeouts, "")
+            if journal is not None:
+                settings = replace(settings, epoch=number)
+            endpoint = cluster.network.endpoint(COORDINATOR, topology.hosts[0].name, settings)
             assembly = Assembly(
                 endpoint,
                 description,
                 checkpoints=options.checkpoints,
                 model=None if options.checkpoints is None else options.checkpoints.parent,
                 listeners=Listeners(self._event, self._report, options.on_checkpoint, lambda text: self._log(COORDINATOR, text)),
+                journal=journal,
             )
-            self._auditor.goes_on_at(assembly.collector.first_step)
             if options.on_begin is not None:
                 options.on_begin(assembly.halt)
-            if options.preempt_at_s is not None:
+            if options.preempt_at_s is not None and number == 1:
                 loop.call_later(options.preempt_at_s, assembly.preemption.ask)
-            plan = Plan(
-                description=assembly.description,
-                cluster=cluster,
-                token="",
-                coordinator=endpoint.address,
-                task=options.task,
-                make_device=_torch_device if topology.trains else None,
-                audit=self._hear(injector),
-            )
-            injecting = asyncio.create_task(injector.run(plan), name="inject faults")
-            agents: list[asyncio.Task[Any]] = []
-            for host in topology.hosts:
-                if self._placement.of_host(host.name):
-                    agent = spawn(cluster, f"agent/{host.name}", host.name)
-                    life = agent.run(loop.create_task, SimulatedHost(plan, host.name).run())
-                    life.set_name(f"agent/{host.name}")
-                    agents.append(life)
-            outcome = await assembly.run()
-            await self._wait_for_agents(cluster, agents)
-            injecting.cancel()
-            await asyncio.wait([injecting])
-            return outcome
+            if number == 1:
+                self._auditor.goes_on_at(assembly.collector.first_step)
+                plan = Plan(
+                    description=assembly.description,
+                    cluster=cluster,
+                    token="",
+                    coordinator=endpoint.address,
+                    task=options.task,
+                    make_device=_torch_device if topology.trains else None,
+                    audit=self._hear(injector),
+                )
+                injecting.append(asyncio.create_task(injector.run(plan), name="inject faults"))
+                agents.extend(be_host(plan, host.name) for host in topology.hosts if self._placement.of_host(host.name))
+            return assembly, endpoint.close
+
+        if deaths is None:
+            assembly, close = begin(1, None)
+            try:
+                outcome = await assembly.run()
+                await self._wait_for_agents(cluster, [*agents, *injector.agents])
+            finally:
+                await close()
+        else:
+            succession = Succession(cluster.network, begin, deaths, partial(self._launcher_died, injector))
+            outcome = await succession.run()
+            await self._wait_for_agents(cluster, [*agents, *injector.agents])
+            self.launchers, self.records = succession.launchers, succession.records
+        injecting[0].cancel()
+        await asyncio.wait(injecting)
+        return outcome
+
+    def _launcher_died(self, injector: Injector) -> None:
+        self._auditor.launcher_died()
+        injector.launcher_died()
 
     async def _wait_for_agents(self, cluster: Cluster, agents: Sequence[asyncio.Task[Any]]) -> None:
         """Like the launcher: agents end by themselves, or are ended after the grace time, with their roles."""

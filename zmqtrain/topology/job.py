@@ -128,6 +128,16 @@ class Job(Section):
     restarts: int = Field(
         default=0, ge=0, le=1000, description="How many times each worker of an elastic run is restarted after it was lost."
     )
+    min_workers: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST,
+        description="The fewest workers of an elastic run. With fewer, it waits for others to come back while those that are left "
+        "train on; then it stops with a checkpoint, and an exit code worth retrying. Default: it continues with any number.",
+    )
+    min_workers_wait: Alone = Field(
+        default=600.0, description="How long an elastic run may have fewer than `min_workers` workers. 0: it stops at once."
+    )
     port: int = Field(default=0, ge=0, le=65535, description="TCP port of the coordinator. 0: any free port.")
     ports: Annotated[str, AfterValidator(_ports)] | None = Field(
         default=None,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import UsageError
 from zmqtrain.topology.faults import FileFault, TopologyFaultsError, dotted
-from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.load import load_topology, parse_topology
 from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.toml_lines import find_lines
 from zmqtrain.topology.toml_writer import write_toml
 
 
@@ -45,6 +48,16 @@ def overridden(
         return parse_topology(write_toml(document), file=file, name=name)
     except TopologyFaultsError as error:
         raise TopologyFaultsError([_placed(fault, overrides, lines) for fault in error.faults]) from error
+
+
+def load_overridden(path: Path, overrides: Sequence[Override]) -> Topology:
+    """The topology in a file in which the values are replaced. Raises `TopologyError`, with the file's lines, and `UsageError`."""
+    topology = load_topology(path)  # errors of the file itself give their lines
+    if not overrides:
+        return topology
+    text = path.read_text(encoding="utf-8")
+    lines = {dotted(place): line for place, line in find_lines(text).items()}
+    return overridden(tomllib.loads(text), overrides, file=str(path), name=path.stem, lines=lines)
 
 
 def _placed(fault: FileFault, overrides: Sequence[Override], lines: Mapping[str, int]) -> FileFault:

@@ -64,14 +64,15 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
     if job.elastic and why is not None:
         reason, paths = why
         yield rule(reason, ("job", "elastic"), *paths)
-    if job.restarts and not topology.elastic:
+    needs = [name for name, given in (("restarts", job.restarts), ("min_workers", job.min_workers)) if given]
+    if not topology.elastic:
         reason, paths = why or ("it is elastic only with elastic = true", ())
-        yield rule(
-            f"restarts is for elastic runs; in this run a lost worker ends the run: {reason}",
-            ("job", "restarts"),
-            ("job", "elastic"),
-            *paths,
-        )
+        for name in needs:
+            text = f"{name} is for elastic runs; in this run a lost worker ends the run: {reason}"
+            yield rule(text, ("job", name), ("job", "elastic"), *paths)
+    elif job.min_workers is not None and job.min_workers > topology.compute.workers:
+        text = f"min_workers is {job.min_workers}, but the run has {topology.compute.workers} workers"
+        yield rule(text, ("job", "min_workers"), ("compute", "groups"))
 
 
 def _data(topology: Topology) -> Iterator[BrokenRule]:

@@ -24,6 +24,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "partition": ("sides",),
     "heal": (),
     "slow": ("target",),
+    "delay": ("target",),
     "corrupt": ("target",),
     "drop": ("target",),
 }
@@ -31,6 +32,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "restart": ("lasts",),
     "partition": ("one_way", "lasts"),
     "slow": ("factor", "lasts"),
+    "delay": ("factor", "lasts"),
     "corrupt": ("to",),
     "drop": ("to",),
 }
@@ -51,11 +53,11 @@ class Fault(Section):
         le=MOST,
         description="Or the step that the target is about to begin (worker 0's, if the target is not a worker).",
     )
-    kind: Literal["kill", "restart", "pause", "partition", "heal", "slow", "corrupt", "drop"] = Field(
+    kind: Literal["kill", "restart", "pause", "partition", "heal", "slow", "delay", "corrupt", "drop"] = Field(
         description="kill: the target dies without notice. restart: it dies, and a new process takes its name. pause: "
         "it stops for a while. partition: sets of hosts cannot reach each other. heal: all partitions end. slow: "
-        "modelled compute takes `factor` times as long. corrupt: a bit of the next message flips. drop: connections "
-        "break, lose what is in flight, and come back."
+        "modelled compute takes `factor` times as long. delay: what it sends takes `factor` times the latency. corrupt: a "
+        "bit of the next message flips. drop: connections break, lose what is in flight, and come back."
     )
     target: str | None = Field(
         default=None,
@@ -67,11 +69,11 @@ class Fault(Section):
         default=(), description='partition: the sets of hosts, such as `[["alpha"], ["beta", "gamma"]]`.'
     )
     one_way: bool = Field(default=False, description="partition: only what the first side sends is lost.")
-    factor: float = Field(default=2.0, ge=0.001, le=1e6, description="slow: how many times as long.")
+    factor: float = Field(default=2.0, ge=0.001, le=1e6, description="slow, delay: how many times as long.")
     lasts: VirtualTime | None = Field(
         default=None,
-        description="pause, partition, slow: duration. restart: time until the new process starts. Default: for ever (restart: 1 "
-        "s).",
+        description="pause, partition, slow, delay: duration. restart: time until the new process starts. Default: for ever "
+        "(restart: 1 s).",
     )
 
     @property

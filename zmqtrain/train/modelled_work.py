@@ -46,7 +46,8 @@ class ModelledWork:
         compute, seed = topology.compute, topology.job.seed
         self._context, self._members = context, members
         self._profile, self._remote = profile, remote
-        self._memory = make_memory(topology.simulation.payload or "real", self._profile, topology, role.index, context.arena)
+        payload = topology.simulation.payload or "real"
+        self._memory = make_memory(payload, self._profile, topology, role.index, context.arena, late=members.late)
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         self._replica = ModelledReplica(
             self._profile,

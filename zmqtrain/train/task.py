@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -29,6 +28,7 @@ from zmqtrain.data.source import Shard, Source, source_of
 from zmqtrain.errors import RunStopped, TaskError, UsageError, ZmqTrainError
 from zmqtrain.exchange.momentum import explicit_of, with_momentum
 from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.callback import Callback
 
 #: Maps a batch's output and target to the mean over its samples, a tensor of one element.
@@ -286,8 +286,8 @@ def load_task(
     module = _load_file(source, folders) if source.endswith(".py") else _load_module(source, folders)
     function = getattr(module, name, None)
     if function is None:
-        near = get_close_matches(name, dir(module), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = did_you_mean(name, dir(module))
+        hint = f"; did you mean {near!r}?" if near else ""
         raise UsageError(f"[job] task = {spec!r}: {source} has no function {name!r}{hint}")
     return task_of(function, spec, args, data_path)
 
@@ -314,8 +314,8 @@ def _keywords(function: Callable[..., Any], spec: str, args: dict[str, Any], dat
     any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in args:
         if key not in parameters and not any_keyword:
-            near = get_close_matches(key, parameters, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(parameters) or 'none'}"
+            near = did_you_mean(key, parameters)
+            hint = f"; did you mean {near!r}?" if near else f"; it takes {', '.join(parameters) or 'none'}"
             raise UsageError(f"[job] args: the task's function {spec} takes no argument {key!r}{hint}")
     if data_path is not None and not Path(data_path).exists():
         raise UsageError(

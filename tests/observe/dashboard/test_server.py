@@ -34,6 +34,10 @@ class Control:
     def checkpoint(self, path: Path) -> str:
         raise UsageError("a script keeps its own")
 
+    def drain(self, path: Path, host: str) -> str:
+        self.asked.append(f"drain {host} of {path.name}")
+        return "it has left"
+
 
 @pytest.fixture
 def control() -> Control:
@@ -88,7 +92,8 @@ def test_runs_and_their_state(client: TestClient) -> None:
     assert (state["name"], state["groups"], state["status"]["status"], state["reading"]) == ("digits-001", 2, "done", False)
     assert state["loss"]["step"] == [0, 1, 2, 3, 4]
     assert state["eval"]["accuracy"]["value"] == [0.75]
-    assert state["straggler"]["peer"] == "worker/1"
+    assert [each["peer"] for each in state["slow"]] == ["worker/1"]
+    assert [(each["peer"], each["busy"], each["messages_per_s"]) for each in state["servers"]] == [("server/0", 0.25, 5.0)]
     assert client.get("/api/runs/nothing").status_code == 404
     assert client.get("/api/runs/..").status_code == 404
 
@@ -99,11 +104,11 @@ def test_the_stream_of_a_run_that_has_ended_ends(client: TestClient) -> None:
         return [(block["event"], json.loads(block["data"])) for block in blocks]
 
     found = events(client.get("/api/runs/digits-001/stream").text)
-    assert [kind for kind, _ in found] == ["feed", "feed", "feed", "feed", "state", "end"]
+    assert [kind for kind, _ in found] == [*["feed"] * 5, "state", "end"]
     note = next(value for kind, value in found if kind == "feed" and value["kind"] == "note")
     assert note["text"] == "<b>kept</b> & done"
     again = events(client.get("/api/runs/digits-001/stream", headers={"last-event-id": str(note["n"])}).text)
-    assert [value["kind"] for kind, value in again if kind == "feed"] == ["traffic"], "only what is new"
+    assert [value["kind"] for kind, value in again if kind == "feed"] == ["ended"], "only what is new"
 
 
 def test_logs_are_read_on_from_where_they_were(client: TestClient) -> None:
@@ -124,6 +129,8 @@ def test_only_the_own_page_changes_a_run(client: TestClient, control: Control) -
     refused = client.post("/api/runs/digits-001/checkpoint", headers=ORIGIN)
     assert (refused.status_code, refused.json()) == (409, {"error": "a script keeps its own"})
     assert client.post("/api/runs/digits-001/other", headers=ORIGIN).status_code == 404
+    assert client.post("/api/runs/digits-001/drain?host=b", headers=ORIGIN).json() == {"said": "it has left"}
+    assert control.asked[-1] == "drain b of digits-001"
 
 
 def test_events_that_are_added_are_read_on(client: TestClient, tmp_path: Path) -> None:

@@ -51,12 +51,24 @@ def test_lines_that_stand_for_many_steps() -> None:
     assert (worker["step"], worker["loss"]) == (FIRST + 9, FIRST + 9.0)
     assert (worker["means"]["compute"], worker["means"]["samples"]) == (0.1, 4.0)
     assert state["staleness"] == {"counts": [[1, 10]], "by": "workers", "mean": 1.0}
+    assert (state["stale"]["step"], state["stale"]["value"]) == ([FIRST + 4.5], [1.0])
 
 
-@pytest.mark.parametrize(("compute", "found"), [((0.1, 0.1, 0.1, 0.3), "worker/3"), ((0.1, 0.1, 0.1, 0.11), None)])
-def test_the_straggler_has_a_name(compute: tuple[float, ...], found: str | None) -> None:
-    state = state_of(*(step(rank, number, compute[rank]) for number in range(5) for rank in range(4)))
-    assert (state["straggler"] and state["straggler"]["peer"]) == found
+def test_staleness_over_time_by_group() -> None:
+    state = state_of(*(step(rank, 0, staleness=[rank, rank + 1]) for rank in range(2)), step(1, 1, staleness=2.0))
+    assert (state["stale"]["step"], state["stale"]["value"]) == ([0, 1], [1.0, 2.0])
+    assert {group: curve["value"] for group, curve in state["group_stale"].items()} == {"0": [0.5], "1": [1.5, 2.0]}
+    assert state_of(step(0, 0))["stale"]["value"] == []
+
+
+def test_the_load_of_servers() -> None:
+    values = {"seconds": 2.0, "messages": 10, "bytes": 4000, "busy": 0.25, "waiting": 0.5, "waiting_most": 3}
+    state = state_of(
+        event("load", 0, None, 2.0, role="server", **{**values, "busy": 1.0}), event("load", 0, None, 4.0, role="server", **values)
+    )
+    (server,) = state["servers"]
+    assert (server["peer"], server["host"], server["busy"], server["bytes_per_s"]) == ("server/0", "h0", 0.25, 2000.0)
+    assert state["members"] == []
 
 
 def test_the_figures_of_all_workers() -> None:
@@ -64,7 +76,7 @@ def test_the_figures_of_all_workers() -> None:
     state = state_of(event("join", 0, None, 99.0), step(0, 0), step(1, 0), step(1, 20), event("slow", 0, 20, 120.0, **slow))
     assert (state["done"], state["planned"], state["samples_per_s"]) == ([1, 21], None, 16.0)
     assert state["shares"] == pytest.approx({"compute": 0.2, "exposed": 0.4, "other": 0.4})
-    assert [(worker["health"], worker["quiet_s"]) for worker in state["workers"]] == [("in the run", 20.0), ("", None)]
+    assert [(worker["health"], worker["quiet_s"]) for worker in state["workers"]] == [("in the run, slow", 20.0), ("", None)]
     assert [(each["peer"], each["what"], each["reason"]) for each in state["slow"]] == [("worker/0", "link", "its link")]
 
 

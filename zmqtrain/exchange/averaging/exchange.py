@@ -12,7 +12,7 @@ from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_gather, all_reduce
 from zmqtrain.errors import CheckpointError
 from zmqtrain.events import NullRecorder, Recorder
-from zmqtrain.exchange.allreduce import spread
+from zmqtrain.exchange.allreduce import PATIENCE_S, spread
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.averaging.alike import require_alike
 from zmqtrain.exchange.averaging.fragments import Fragments
@@ -27,11 +27,10 @@ from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.state_source import NeighboursState, StateSource
 from zmqtrain.exchange.sums import NetworkSums, Sums
 from zmqtrain.exchange.under_way import UnderWay
-from zmqtrain.waiting import together
+from zmqtrain.waiting import abandoned, together
 from zmqtrain.wire.payload import Payload, Value
 
 #: How long workers wait for each other if their group has no limit, in seconds.
-_PATIENCE_S = 60.0
 #: The names of what an average that has arrived, but is not applied yet, consists of.
 _IN_FLIGHT = ("own", "came")
 
@@ -99,7 +98,7 @@ class AveragingExchange(Serverless):
         those of ``groups.world``, by default a fixed set.
         """
         super().__init__(sums or NetworkSums(groups.group))
-        endpoint, patience_s = groups.world.endpoint, groups.world.timeout_s or _PATIENCE_S
+        endpoint, patience_s = groups.world.endpoint, groups.world.timeout_s or PATIENCE_S
         self._members = members or FixedMembers(endpoint, groups.world.members, timeout_s=patience_s)
         self._endpoint, self._patience_s = endpoint, patience_s
         self._source = StateSource(endpoint, timeout_s=patience_s) if self._members.survives else None
@@ -258,13 +257,7 @@ class AveragingExchange(Serverless):
         await self._under_way.cancel()
         tasks = {flight.task for flight in self._flights.values() if flight.task is not None}
         self._flights.clear()
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-            for task in tasks:
-                if not task.cancelled():
-                    task.exception()  # nothing waits for it any more
+        await abandoned(tasks)
         self._arithmetic.close()
         await self._members.stop()
 

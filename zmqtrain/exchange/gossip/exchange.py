@@ -159,6 +159,7 @@ class GossipExchange(Serverless):
         state = NeighboursState(self._endpoint, self._members, timeout_s=timeout_s)
         first = await state.join()
         await state.take(replica)
+        self._recorder.audit("joined", step=first, source=state.source)
         self._source_of_state.begin()
         return first
 
@@ -264,9 +265,9 @@ class GossipExchange(Serverless):
 
         async def take() -> None:
             for number, (start, stop) in enumerate(slices):
-                own, others = part.part(start, stop), list[Payload]()
+                own, others, came = part.part(start, stop), list[Payload](), list[PeerId]()
                 tag = ("gossip", step, index, number)
-                await together(*(self._receive(source, tag, others) for source in partners.sources if there(source, step)))
+                await together(*(self._receive(source, tag, others, came) for source in partners.sources if there(source, step)))
                 await copied[number].wait()
                 if not others:
                     continue
@@ -274,6 +275,7 @@ class GossipExchange(Serverless):
                 if distance is not None and await self._arithmetic.do(partial(distance.add, own, others[0], last=last), own):
                     self._recorder.event("spread", step=step, distance=distance.relative(), partner=partners.sources[0])
                 await self._arithmetic.do(partial(_average, own, others), own)
+                self._recorder.audit("mixed", step=step, bucket=index, sources=came)
 
         await together(give(), take())
 
@@ -298,11 +300,13 @@ class GossipExchange(Serverless):
         with self._recorder.span(f"send bucket {index} to {to}", "send", step=int(tag[1])), self._survived():
             self._lent.setdefault(index, []).append(await self._endpoint.send(to, tag, leaving, priority=index))
 
-    async def _receive(self, source: PeerId, tag: Tag, received: list[Payload]) -> None:
+    async def _receive(self, source: PeerId, tag: Tag, received: list[Payload], came: list[PeerId]) -> None:
+        """Append what has come, and of whom."""
         timeout_s = self._settings.timeout_s
         with self._recorder.span(f"receive bucket {tag[2]} of {source}", "receive", step=int(tag[1])), self._survived():
             async with in_time(source, f"bucket {tag[2]} of step {tag[1]}", timeout_s):
                 received.append(await self._endpoint.receive(source, tag))
+                came.append(source)
 
     def _survived(self) -> suppress:
         """A context that, if losses are survived, ignores the loss of the partner."""

@@ -28,13 +28,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from zmqtrain.errors import CheckpointError, RunFailedError, UsageError
-from zmqtrain.launcher.program.job import ProgramJob, Target, job_of
 from zmqtrain.launcher.signals import wanted_on_sigterm
 from zmqtrain.membership.environment import PEER
+from zmqtrain.notebook import Output, in_notebook
+from zmqtrain.observe.card import html, picture
+from zmqtrain.observe.dashboard.follow import Followed
 from zmqtrain.observe.live import as_one
 from zmqtrain.observe.run_directory import SCHEMA, next_folder
 from zmqtrain.observe.sums import SUMS
 from zmqtrain.observe.tail import Tail
+from zmqtrain.svg import Picture
+from zmqtrain.topology.find_task import find_task
+from zmqtrain.topology.target import ProgramJob, Target, job_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,10 +48,16 @@ if TYPE_CHECKING:
 INSIDE = "ZMQTRAIN_PROGRAM"
 #: Seconds between two looks at what a run has written.
 LOOK_S = 0.2
+#: Variables by which kernels of notebooks ask for a terminal's colours, which a pipe does not have.
+_COLOURED = frozenset(("CLICOLOR_FORCE", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"))
+#: Seconds between two pictures of a run in a notebook, and how long the last one is waited for.
+SHOW_S, _LAST_PICTURE_S = 1.0, 10.0
 #: How long the last lines of a launcher are waited for: who else has its pipe may keep it open.
 _LAST_LINES_S = 5.0
 #: Lines of the launcher that an error may quote.
 _LINES = 20
+#: Lines of the launcher that a notebook shows.
+_SHOWN_LINES = 5
 
 
 def launch(
@@ -74,7 +85,8 @@ def launch(
         resume: the checkpoint to continue from, as ``--resume``: a folder, a run, or ``latest``.
         run_dir: the run directory, empty or not there; by default the next ``runs/NAME-NNN``.
         emulate: put all hosts on this machine, with a network like the target's ``[network]`` between them.
-        watch: print the lines of the command: progress, evaluations, and what the roles print.
+        watch: print the lines of the command: progress, evaluations, and what the roles print. In a notebook, show the run below
+            the cell instead, while it trains: its progress, its newest lines and its curves.
         settings: keys of ``[job]`` and ``[compute]`` (``groups=4, epochs=3``), and whole sections (``hosts=[...]``,
             ``exchange={"kind": "gossip"}``), which replace those of the target.
 
@@ -91,6 +103,7 @@ def launch(
             '`if __name__ == "__main__":`, or into another file than the task'
         )
     job = job_of(target, settings, set or {})
+    _check(job)
     folder = _folder(job.topology.job.name, run_dir)
     data_path = None if data is None else os.fspath(data)
     request = {
@@ -108,7 +121,7 @@ def launch(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, INSIDE: str(os.getpid())},
+            env={**{name: value for name, value in os.environ.items() if name not in _COLOURED}, INSIDE: str(os.getpid())},
             pass_fds=(theirs,),
             start_new_session=True,  # Ctrl-C is the program's
         )
@@ -124,6 +137,19 @@ def launch(
     run = LaunchedRun(job, folder, data_path, process)
     run._follow(report, watch=watch)
     return run
+
+
+def _check(job: ProgramJob) -> None:
+    """What `launch` cannot do, or what would fail in every worker."""
+    topology = job.topology
+    if topology.compute.auto_groups:
+        raise UsageError('launch() cannot search for groups = "auto": give a number, or use the command zmqtrain launch')
+    if topology.job.task is not None:
+        find_task(topology.job.task, (".", *topology.job.python_path))
+    elif topology.compute.device != "modelled":
+        raise UsageError(
+            f'{job.file.name} names no task: give launch() task="module:function" (a script is for the command zmqtrain launch)'
+        )
 
 
 class LaunchedRun:
@@ -149,6 +175,8 @@ class LaunchedRun:
         self._report: dict[str, Any] = {}
         self._said: deque[str] = deque(maxlen=_LINES)
         self._stopped = self._told = False
+        self._followed = Followed(folder)
+        self._display: Thread | None = None  # shows the run in a notebook
 
     def __repr__(self) -> str:
         state = f"ended with exit code {self._ended.result()}" if self._ended.done() else "running"
@@ -182,7 +210,7 @@ class LaunchedRun:
             TimeoutError: it has not ended.
         """
         try:
-            code = self._ended.result(timeout)
+            code = self._end(timeout)
         except TimeoutError:
             raise TimeoutError(f"the run {self.folder} has not ended within {timeout:g} s, and goes on") from None
         summary = self.summary
@@ -212,9 +240,13 @@ class LaunchedRun:
                     wait([self._ended], LOOK_S)
                 self._process.send_signal(signal.SIGINT if same else signal.SIGTERM)
         try:
-            self._ended.result(timeout)
+            self._end(timeout)
         except TimeoutError:
             raise TimeoutError(f"the run {self.folder} was told to stop, and has not ended within {timeout:g} s") from None
+
+    def plot(self) -> Picture:
+        """Curves of the loss, the metrics and the parts of a step, and a bar for each worker, as far as the run has come."""
+        return picture(self._state())
 
     def model(self) -> nn.Module:
         """The model that the run has left (docs/model.md), on the CPU: the task's model with its parameters and buffers. While the
@@ -252,6 +284,16 @@ class LaunchedRun:
         except RuntimeError as error:
             raise CheckpointError(f"{file} is not of the model that the task {job.task} makes here: {error}") from error
         return model
+
+    def _repr_html_(self) -> str:
+        return html(self._state(), said="\n".join(list(self._said)[-_SHOWN_LINES:]))
+
+    def _state(self) -> dict[str, Any]:
+        """The run as the dashboard shows it."""
+        status = "running" if self.running else str((self.summary or {"status": "failed"})["status"])
+        while self._followed.look():
+            pass
+        return {**self._followed.to_dict(), "status": {"status": status}}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         tail = Tail()
@@ -296,9 +338,13 @@ class LaunchedRun:
 
     def _follow(self, report: int, *, watch: bool) -> None:
         """Begin to read what the launcher prints, and to wait for its end. Takes over ``report``."""
-        reader = Thread(target=self._read, args=(watch,), name=f"output of {self.folder}", daemon=True)
+        shown = watch and in_notebook()
+        reader = Thread(target=self._read, args=(watch and not shown,), name=f"output of {self.folder}", daemon=True)
         reader.start()
         Thread(target=self._wait, args=(report, reader), name=f"end of {self.folder}", daemon=True).start()
+        if shown:
+            self._display = Thread(target=self._show, args=(Output(self),), name=f"display of {self.folder}", daemon=True)
+            self._display.start()
 
     def _read(self, watch: bool) -> None:
         assert self._process.stdout is not None
@@ -308,6 +354,19 @@ class LaunchedRun:
                 self._said.append(line)
                 if watch:
                     print(line, flush=True)
+
+    def _show(self, output: Output) -> None:
+        """Show the run in a notebook until it has ended."""
+        while wait([self._ended], SHOW_S).not_done:
+            output.show(self)
+        output.show(self)
+
+    def _end(self, timeout: float | None) -> int:
+        """The exit code, once the run has ended and the notebook says so. Raises `TimeoutError`."""
+        code = self._ended.result(timeout)
+        if self._display is not None:
+            self._display.join(_LAST_PICTURE_S)
+        return code
 
     def _wait(self, report: int, reader: Thread) -> None:
         code = self._process.wait()

@@ -58,10 +58,10 @@ def _head(state: Json, *, plain: bool) -> Iterator[RenderableType]:
     running = status == "running"
     yield _line(str(state["name"]), style="bold").append(f"  {status}", style=_COLOURS.get(status, "")).append(f"  {_about(state)}")
     yield progress_line({**state, "left_s": state["left_s"] if running else None})
-    yield _line("  ".join(_figures(state)))
+    yield _line("  ".join(figures(state)))
     if not plain and len(state["loss"]["value"]) > 1:
         yield _line("loss  ").append(_curve(state["loss"]["value"]), style="cyan")
-    for text in _alarms(state):
+    for text in alarms(state):
         yield _line(text, style="red")
     if others := _others(state):
         yield _line(others)
@@ -83,11 +83,14 @@ def _about(state: Json) -> str:
     return ", ".join(words)
 
 
-def _figures(state: Json) -> Iterator[str]:
-    yield f"loss {brief(_last(state['loss']))}"
+def figures(state: Json) -> Iterator[str]:
+    """The figures of all workers together, in words."""
+    if state["loss"]["value"]:
+        yield f"loss {brief(_last(state['loss']))}"
     for name, curve in state["eval"].items():
         yield f"eval {name} {brief(_last(curve))}"
-    yield f"lr {brief(_last(state['lr']))}"
+    if state["lr"]["value"]:
+        yield f"lr {brief(_last(state['lr']))}"
     yield f"{brief(state['samples_per_s'])} samples/s"
     if state["shares"]:
         yield f"exposed communication {100 * state['shares']['exposed']:.0f} %"
@@ -111,13 +114,10 @@ def _curve(values: Sequence[float]) -> str:
     return "".join(_HEIGHTS[round(top * (mean - low) / (high - low)) if high > low else 0] for mean in means)
 
 
-def _alarms(state: Json) -> Iterator[str]:
-    if slow := state["straggler"]:
-        times = f"{slow['seconds'] / slow['others']:.1f} times the others' " if slow["others"] else "the others take "
-        own = f"takes {duration(slow['seconds'])} for its own part of a step"
-        yield f"straggler: {slow['peer']} on {slow['host']} {own}, {times}{duration(slow['others'])}"
+def alarms(state: Json) -> Iterator[str]:
+    """What needs somebody's attention, in sentences."""
     for each in state["slow"]:
-        yield f"slow: {each['reason'] or each['peer']}"
+        yield str(each["reason"] or f"{each['peer']} is slow")
     for member in state["members"]:
         if member["state"] in ("lost", "failed"):
             yield f"{member['peer']} {member['health']}: {member['reason']}"
@@ -142,8 +142,6 @@ def _workers(state: Json, rows: int | None, *, wide: bool, plain: bool) -> Table
     longest = max(worker["seconds"] for worker in workers)
     slow = {each["peer"] for each in state["slow"]}
     gone = {member["peer"] for member in state["members"] if member["state"] in ("lost", "failed")}
-    if state["straggler"]:
-        slow.add(state["straggler"]["peer"])
     shown = workers
     if rows is not None and rows < len(workers):  # those that have trouble first
         chosen = sorted(workers, key=lambda worker: worker["peer"] not in slow | gone)[:rows]

@@ -61,6 +61,10 @@ class Control(Protocol):
         """Ask the run to keep a checkpoint, and to continue. Returns and raises as `stop`."""
         ...
 
+    def drain(self, path: Path, host: str) -> str:
+        """Have a host leave the run, which continues; returns when it has left. Raises as `stop`."""
+        ...
+
 
 class Dashboard:
     """The answers to the page's requests, about the runs of a folder."""
@@ -134,15 +138,19 @@ class Dashboard:
         return _json(found) if found is not None else _json({"error": f"there is no log of {role}"}, 404)
 
     async def act(self, request: Request) -> Response:
-        """Stop a run, or have it keep a checkpoint."""
+        """Stop a run, have it keep a checkpoint, or have a host leave it."""
         if not _own_page(request):
             return _json({"error": "requests that change a run must come from this server's own page"}, 403)
         run = self._find(request)
         if run is None:
             return _missing(request)
-        act = self._control.stop if request.path_params["action"] == "stop" else self._control.checkpoint
+        acts: dict[str, Callable[[Path], str]] = {
+            "stop": self._control.stop,
+            "checkpoint": self._control.checkpoint,
+            "drain": lambda path: self._control.drain(path, request.query_params.get("host", "")),
+        }
         try:
-            return _json({"said": await run_in_threadpool(act, run.path)})
+            return _json({"said": await run_in_threadpool(acts[request.path_params["action"]], run.path)})
         except ZmqTrainError as error:
             return _json({"error": str(error)}, 409)
 
@@ -174,7 +182,7 @@ def make_app(folder: Path, control: Control, token: str, *, cookie: str = "zmqtr
             Route(run, page.state),
             Route(f"{run}/stream", page.stream),
             Route(f"{run}/logs/{{role:path}}", page.log),
-            Route(f"{run}/{{action}}", _only(("stop", "checkpoint"), page.act), methods=["POST"]),
+            Route(f"{run}/{{action}}", _only(("stop", "checkpoint", "drain"), page.act), methods=["POST"]),
         ],
         middleware=[Middleware(_Guard, token=token, cookie=cookie)],
     )

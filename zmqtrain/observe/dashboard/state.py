@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from itertools import islice
@@ -14,7 +13,7 @@ from zmqtrain.observe.peer_order import peer_order
 from zmqtrain.observe.progress import Progress
 from zmqtrain.observe.slowness import SlowNow
 from zmqtrain.observe.summary import metrics_of
-from zmqtrain.observe.sums import FieldSums, fields_of, parts_in, parts_of
+from zmqtrain.observe.sums import fields_of, mean_staleness, parts_in, parts_of
 
 Json: TypeAlias = dict[str, Any]
 
@@ -24,12 +23,12 @@ MOST_GROUPS = 8
 MOST_FEED = 1000
 #: The share of the newest step in a worker's averages.
 NEW = 0.1
-#: A worker is a straggler if its own part of a step takes this many times as long as the others' median, and this much longer.
-SLOWER, SLOWER_S = 1.5, 0.001
 #: A worker that is there and has done no step for so many seconds is said to be quiet, while the run lasts.
 QUIET_S = 10.0
-#: Events that are drawn as curves, and would only fill the feed.
-_CURVES = ("schema", "links", "step", "sums", "span", "spread", "samples", "momentum", "eval")
+#: Events that have curves or tables, and would only fill the feed.
+_CURVES = ("schema", "links", "load", "traffic", "step", "sums", "span", "spread", "samples", "momentum", "eval")
+#: Of what workers have averages, beside the parts of a step.
+_MEANS = ("samples",)
 #: What becomes of a member, by the kind of event that says so.
 _STATES = {"join": "there", "leave": "left", "lost": "lost", "failed": "failed", "exit": "ended"}
 _HEALTH = {"there": "in the run", "left": "has left", "lost": "lost", "failed": "failed", "ended": "has ended"}
@@ -45,13 +44,13 @@ class RunState:
         """The number of events that were taken."""
         self.start: float | None = None
         self._newest = 0.0
-        self._loss, self._lr = Curve(), Curve()
-        self._groups: dict[int, Curve] = defaultdict(Curve)
+        self._curves = {name: _Curves() for name in ("loss", "lr", "staleness")}
         self._eval: dict[str, Curve] = defaultdict(Curve)
         self._split = {name: Curve() for name in ("compute", "exposed", "other")}
         self._workers: dict[str, _Worker] = {}
         self._members: dict[str, Json] = {}
         self._served: dict[str, Counter[int]] = {}
+        self._loads: dict[str, Json] = {}
         self._seen: Counter[int] = Counter()
         self._traffic: dict[str, Mapping[str, int]] = {}
         self._so_far: dict[str, Mapping[str, int]] = {}  # large messages, of members that have not left yet
@@ -80,6 +79,8 @@ class RunState:
                 self._eval[name.removeprefix("eval_")].add(step, at, value)
         elif kind == "server":
             self._served[peer] = Counter({int(key): int(count) for key, count in dict(values.get("staleness") or {}).items()})
+        elif kind == "load":
+            self._loads[peer] = {"peer": peer, "host": str(event.get("host") or ""), **_load(values)}
         elif kind == "traffic":
             self._traffic[peer] = dict(values.get("sent") or {})
         elif kind == "links":
@@ -119,51 +120,54 @@ class RunState:
         return self._workers[peer]
 
     def _add_step(self, peer: str, rank: int, event: Mapping[str, Any], at: float, values: Mapping[str, Any]) -> None:
-        step, worker = int(event["step"]), self._worker(peer, rank, event)
-        parts = dict(zip(self._split, parts_of(values), strict=True))
-        for name, value in parts.items():
-            self._split[name].add(step, at, value)
-        self._learn(worker, rank, step, at, values)
+        means = {name: (value, 1) for name in ("loss", "lr", *_MEANS) if (value := _number(values.get(name))) is not None}
+        stale = mean_staleness(values)
+        if stale is not None and math.isfinite(stale):
+            means["staleness"] = stale, 1
         staleness = values.get("staleness")
         reads = staleness if isinstance(staleness, list) else [staleness]
         self._seen.update(round(each) for each in map(_number, reads) if each is not None)
-        worker.add(step, at, parts, samples=_number(values.get("samples")) or 0.0, data_s=_number(values.get("data_s")) or 0.0)
+        worker, step = self._worker(peer, rank, event), int(event["step"])
+        worker.loss = _number(values.get("loss"))
+        self._add_steps(worker, step, step, at, dict(zip(self._split, parts_of(values), strict=True)), means)
 
     def _add_sums(self, peer: str, rank: int, event: Mapping[str, Any], at: float, values: Mapping[str, Any]) -> None:
         """A line that stands for many events."""
         last, fields = values.get("last") or {}, fields_of(values)
         step, count = int(event["step"]), max(1, int(values.get("count") or 1))
         middle = (float(values.get("first_step") or step) + step) / 2
+        means = {name: (each.mean, each.count) for name, each in fields.items()}
         if values.get("of") == "eval":
-            for name in metrics_of(last).keys() & fields.keys():
-                self._eval[name.removeprefix("eval_")].add(middle, at, _mean(fields[name]), fields[name].count)
+            for name in metrics_of(last).keys() & means.keys():
+                self._eval[name.removeprefix("eval_")].add(middle, at, *means[name])
         if values.get("of") != "step":
             return
+        stale = Counter({int(each): int(times) for each, times in (values.get("staleness") or {}).items()})
+        self._seen.update(stale)
+        if stale and "staleness" not in means:  # its steps list the staleness of each read
+            means["staleness"] = _mean(stale), stale.total()
         worker = self._worker(peer, rank, event)
-        parts = {name: _mean(each) for name, each in parts_in(values, fields).items() if name in self._split}
+        worker.loss = _number(last.get("loss"))
+        parts = {name: each.mean for name, each in parts_in(values, fields).items() if name in self._split}
+        self._add_steps(worker, step, middle, at, parts, means, count)
+
+    def _add_steps(
+        self,
+        worker: _Worker,
+        step: int,
+        middle: float,
+        at: float,
+        parts: Mapping[str, float],
+        means: Mapping[str, tuple[float, int]],
+        count: int = 1,
+    ) -> None:
+        """Take ``count`` steps of a worker up to ``step``, around ``middle``. ``means``: the means of so many values, by name."""
         for name, value in parts.items():
             self._split[name].add(middle, at, value, count)
-        curves = {"loss": [self._loss], "lr": [self._lr]}
-        if rank // self._group_size < MOST_GROUPS:
-            curves["loss"].append(self._groups[rank // self._group_size])
-        for name, each in curves.items():
-            if name in fields and fields[name].count:
-                for curve in each:
-                    curve.add(middle, at, _mean(fields[name]), fields[name].count)
-        self._seen.update({int(stale): int(times) for stale, times in (values.get("staleness") or {}).items()})
-        samples, data_s = (_mean(fields[name]) if name in fields else 0.0 for name in ("samples", "data_s"))
-        worker.loss = _number(last.get("loss"))
-        worker.add(step, at, parts, samples=samples, data_s=data_s, count=count)
-
-    def _learn(self, worker: _Worker, rank: int, step: int, at: float, values: Mapping[str, Any]) -> None:
-        loss, lr = _number(values.get("loss")), _number(values.get("lr"))
-        worker.loss = loss
-        if loss is not None:
-            self._loss.add(step, at, loss)
-            if rank // self._group_size < MOST_GROUPS:
-                self._groups[rank // self._group_size].add(step, at, loss)
-        if lr is not None:
-            self._lr.add(step, at, lr)
+        for name, curves in self._curves.items():
+            if name in means:
+                curves.add(worker.group, middle, at, *means[name])
+        worker.add(step, at, {**parts, **{name: means.get(name, (0.0, 0))[0] for name in _MEANS}}, count)
 
     def feed(self, after: int = 0) -> list[Json]:
         """The newest events for people, except those up to number ``after``."""
@@ -173,30 +177,32 @@ class RunState:
     def to_dict(self) -> Json:
         """Everything but the feed, as plain values."""
         workers = [self._workers[peer] for peer in sorted(self._workers, key=peer_order)]
-        groups = {str(group): curve.to_dict() for group, curve in sorted(self._groups.items())}
         served = sum(self._served.values(), Counter[int]())
         staleness = served or self._seen
-        slowest = straggler(workers)
-        shown = [self._shown(worker, slowest) for worker in workers]
+        slow = self._slow.to_list()
+        named = {each["peer"] for each in slow}
+        shown = [self._shown(worker, slow=worker.peer in named) for worker in workers]
         parts = {name: sum(worker["means"].get(name, 0.0) for worker in shown) for name in self._split}
         whole = sum(parts.values())
         return {
             "start": self.start,
             "newest": self._newest,
             **self._progress.to_dict(),
-            "slow": self._slow.to_list(),
-            "loss": self._loss.to_dict(),
-            "group_loss": groups if len(groups) > 1 else {},
-            "lr": self._lr.to_dict(),
+            "slow": slow,
+            "loss": self._curves["loss"].mean.to_dict(),
+            "group_loss": self._curves["loss"].of_groups(),
+            "lr": self._curves["lr"].mean.to_dict(),
+            "stale": self._curves["staleness"].mean.to_dict(),
+            "group_stale": self._curves["staleness"].of_groups(),
             "eval": {name: curve.to_dict() for name, curve in self._eval.items()},
             "split": {name: curve.to_dict() for name, curve in self._split.items()},
             "workers": shown,
             "members": [{**self._members[peer], "health": self._health(peer)} for peer in sorted(self._members, key=peer_order)],
-            "straggler": slowest,
+            "servers": [self._loads[peer] for peer in sorted(self._loads, key=peer_order)],
             "staleness": {
                 "counts": sorted(staleness.items()),
                 "by": "servers" if served else "workers",
-                "mean": sum(each * count for each, count in staleness.items()) / staleness.total() if staleness else None,
+                "mean": _mean(staleness) if staleness else None,
             },
             "samples_per_s": sum(worker["samples_per_s"] for worker in shown),
             "shares": {name: seconds / whole for name, seconds in parts.items()} if whole else None,
@@ -204,9 +210,9 @@ class RunState:
             "checkpoints": self._checkpoints,
         }
 
-    def _shown(self, worker: _Worker, slowest: Json | None) -> Json:
+    def _shown(self, worker: _Worker, *, slow: bool) -> Json:
         quiet_s = self._newest - (self.start or 0.0) - worker.at
-        words = [self._health(worker.peer), "straggler" if slowest is not None and slowest["peer"] == worker.peer else ""]
+        words = [self._health(worker.peer), "slow" if slow else ""]
         there = self._members.get(worker.peer, {}).get("state") == "there"
         return {
             **worker.to_dict(),
@@ -231,6 +237,24 @@ class RunState:
         return {"rows": rows, "peers": peers, "bytes": [[int(traffic[row].get(to, 0)) for to in peers] for row in rows]}
 
 
+class _Curves:
+    """The curve of a figure of all workers, and those of the first groups."""
+
+    def __init__(self) -> None:
+        self.mean = Curve()
+        self._groups: dict[int, Curve] = defaultdict(Curve)
+
+    def add(self, group: int, step: float, at: float, value: float, count: int) -> None:
+        """Take ``count`` values of a group with this mean."""
+        self.mean.add(step, at, value, count)
+        if group < MOST_GROUPS:
+            self._groups[group].add(step, at, value, count)
+
+    def of_groups(self) -> Json:
+        """The groups' curves; none if there is only one, whose curve is the mean."""
+        return {str(group): curve.to_dict() for group, curve in sorted(self._groups.items())} if len(self._groups) > 1 else {}
+
+
 class _Worker:
     """A worker's newest step, and averages in which the newest steps count most."""
 
@@ -240,17 +264,12 @@ class _Worker:
         self.loss: float | None = None
         self._means: dict[str, float] = {}
 
-    def add(self, step: int, at: float, parts: Mapping[str, float], *, samples: float, data_s: float, count: int = 1) -> None:
+    def add(self, step: int, at: float, means: Mapping[str, float], count: int) -> None:
         """``count`` steps whose means these are."""
         self.step, self.at, self.steps = step, at, self.steps + count
         new = 1 - (1 - NEW) ** count
-        for name, value in {**parts, "samples": samples, "data": data_s}.items():
+        for name, value in means.items():
             self._means[name] = value if name not in self._means or self.steps <= 2 else (1 - new) * self._means[name] + new * value
-
-    @property
-    def own_s(self) -> float:
-        """Seconds of a step in which it waits for nobody else: it computes, or loads data."""
-        return self._means.get("compute", 0.0) + self._means.get("data", 0.0)
 
     def to_dict(self) -> Json:
         seconds = sum(self._means.get(name, 0.0) for name in ("compute", "exposed", "other"))
@@ -263,17 +282,6 @@ class _Worker:
         }  # fmt: skip
 
 
-def straggler(workers: list[_Worker]) -> Json | None:
-    """The worker whose own part of a step takes longest, if that is much longer than the others' median; else ``None``."""
-    if len(workers) < 2:
-        return None
-    slowest = max(workers, key=lambda worker: worker.own_s)
-    others = statistics.median(worker.own_s for worker in workers if worker is not slowest)
-    if slowest.own_s < SLOWER * others or slowest.own_s - others < SLOWER_S:
-        return None
-    return {"peer": slowest.peer, "host": slowest.host, "seconds": slowest.own_s, "others": others}
-
-
 def _number(value: Any) -> float | None:
     """A finite number; ``None`` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -281,8 +289,16 @@ def _number(value: Any) -> float | None:
     return float(value)
 
 
-def _mean(sums: FieldSums) -> float:
-    return sums.total / sums.count if sums.count else 0.0
+def _mean(counts: Counter[int]) -> float:
+    """The mean of what was counted, which is not nothing."""
+    return sum(each * count for each, count in counts.items()) / counts.total()
+
+
+def _load(values: Mapping[str, Any]) -> Json:
+    """What a server says of its load: shares and rates."""
+    seconds = _number(values.get("seconds")) or 1.0
+    rates = {f"{name}_per_s": (_number(values.get(name)) or 0.0) / seconds for name in ("messages", "bytes")}
+    return {**rates, **{name: _number(values.get(name)) or 0.0 for name in ("busy", "waiting", "waiting_most")}}
 
 
 def _told(value: Any) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.observe.sinks.base import Sink
+from zmqtrain.topology.suggest import did_you_mean
 
 #: The entry points of other packages' sinks.
 GROUP = "zmqtrain.sinks"
@@ -41,8 +41,8 @@ def _make(name: str) -> Sink:
     if name in found:
         return _plugged_in(found[name])
     known = [*BUILT_IN, *sorted(found)]
-    near = get_close_matches(name, known, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    near = did_you_mean(name, known)
+    hint = f"; did you mean {near!r}?" if near else "."
     raise UsageError(
         f"[observe] to: there is no sink {name!r}{hint} Choose from {', '.join(known)}. Other packages can add sinks by the entry "
         f"point group {GROUP}"

@@ -27,10 +27,11 @@ class Line:
         strided = [each.to_dense() if each.layout is not torch.strided else each for each in map(Tensor.detach, tensors)]
         about = [(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in strided]
         pieces = [torch.frombuffer(bytearray(json.dumps([value, about]).encode()), dtype=torch.uint8)]
-        head = pieces[0].numel()
+        head = length = pieces[0].numel()
         for each in strided:
-            pieces.append(torch.zeros(-sum(piece.numel() for piece in pieces) % _ALIGNED, dtype=torch.uint8))
-            pieces.append(each.cpu().contiguous().reshape(-1).view(torch.uint8))
+            padding = -length % _ALIGNED
+            pieces += torch.zeros(padding, dtype=torch.uint8), each.cpu().contiguous().reshape(-1).view(torch.uint8)
+            length += padding + each.nbytes
         content = torch.cat(pieces)
         member = self._ranks.index(to)
         sizes = torch.tensor([head, content.numel()])

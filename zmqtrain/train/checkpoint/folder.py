@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
+from zmqtrain.durable import sync_folder
 from zmqtrain.errors import CheckpointError, WireError
 from zmqtrain.train.checkpoint.meta import FORMAT, LARGEST_META, MODEL, AnotherFormatError, Meta, RunShape, unpack
 from zmqtrain.wire.dtypes import DTYPES, dtype_named
@@ -129,14 +130,14 @@ class CheckpointWriter:
         there = None if workers is None or len(workers) == self._shape.world_size else frozenset(workers)
         meta.write(Meta(self._step, self._shape, self._files, there).packed())
         meta.close()
-        _sync_folder(self._partial)
+        sync_folder(self._partial)
         before = self._partial.with_suffix(".old")
         if self._final.exists():  # the run was resumed from an earlier step and has reached this one again
             shutil.rmtree(before, ignore_errors=True)
             self._final.rename(before)
         self._partial.rename(self._final)
         shutil.rmtree(before, ignore_errors=True)
-        _sync_folder(self._final.parent)
+        sync_folder(self._final.parent)
         return self._final
 
     def discard(self) -> None:
@@ -375,11 +376,3 @@ def _numel(shape: Sequence[int]) -> int:
     for size in shape:
         numel *= size
     return numel
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

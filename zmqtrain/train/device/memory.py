@@ -98,8 +98,10 @@ class SmallMemory:
 
     optimizer = OptimizerSpec("torch.optim:SGD", ({"lr": 1.0},))
 
-    def __init__(self, profile: Profile, rank: int, factor: int, *, whole: bool = True) -> None:
-        """``factor``: see `gradient_factor`. ``whole``: whether parameters are whole numbers."""
+    def __init__(self, profile: Profile, rank: int, factor: int, *, whole: bool = True, first: bool | None = None) -> None:
+        """``factor``: see `gradient_factor`. ``whole``: whether parameters are whole numbers. ``first``: whether the run may begin
+        with this worker's parameters, by default with those of rank 0."""
+        self._first = rank == 0 if first is None else first
         self._rank, self._factor, self._whole = rank, factor, whole
         self.place: Callable[[int], tuple[int, int]] = lambda step: (rank, step)
         """The rank and the step whose gradient this worker computes at a step."""
@@ -107,8 +109,8 @@ class SmallMemory:
 
     def payload(self, plan: BucketPlan, *, parameters: bool) -> TensorPayload:
         numel = sum(self._layers[name][1] for name in plan.names)
-        # All workers begin with the parameters of rank 0, so a part that the exchange does not overwrite is noticed.
-        unset = 0.0 if self._rank == 0 or not parameters else np.nan
+        # Others begin with the parameters of the first, so a part that the exchange does not overwrite is noticed.
+        unset = 0.0 if self._first or not parameters else np.nan
         return TensorPayload.of(np.full(numel, unset))
 
     def backward(self, bucket: Bucket, step: int, *, add: bool = False) -> None:
@@ -140,13 +142,17 @@ class SmallMemory:
         return parts
 
 
-def make_memory(kind: PayloadKind, profile: Profile, topology: Topology, rank: int, arena: Arena | None = None) -> Memory:
-    """The memory of the worker of this rank."""
+def make_memory(
+    kind: PayloadKind, profile: Profile, topology: Topology, rank: int, arena: Arena | None = None, *, late: bool = False
+) -> Memory:
+    """The memory of the worker of this rank. ``late``: it joins a run in progress."""
     if kind == "phantom":
         return NoMemory.phantom(profile.optimizer)
     if kind == "real":
         return NoMemory.real(profile.optimizer, arena)
-    return SmallMemory(profile, rank, gradient_factor(topology), whole=topology.exchange.kind not in ("gossip", "averaging"))
+    whole = topology.exchange.kind not in ("gossip", "averaging")
+    # If rank 0 is lost at the start, the run begins with those of another one.
+    return SmallMemory(profile, rank, gradient_factor(topology), whole=whole, first=(rank == 0 or topology.elastic) and not late)
 
 
 def small_numel(numel: int) -> int:

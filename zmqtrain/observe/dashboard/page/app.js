@@ -4,7 +4,8 @@
 const $ = (id) => document.getElementById(id);
 const COLORS = Array.from({ length: 8 }, (_, index) => `--s${index}`);
 const MOST_FEED = 1000;
-const page = { run: "", other: "", state: null, compared: null, feed: [], source: null, log: null, runs: [] };
+const MOST_ROWS = 40;
+const page = { run: "", other: "", state: null, compared: null, feed: [], source: null, log: null, runs: [], parts: [], drawing: false, fed: "" };
 
 // Elements ------------------------------------------------------------------------------------------------------------------
 
@@ -28,6 +29,29 @@ function row(cells, heading = false) {
     line.append(at);
   });
   return line;
+}
+
+// Puts these rows into a table, and changes only what differs from those that it has: with many workers the page stays smooth.
+function fill(body, rows) {
+  rows.forEach((line, index) => {
+    const old = body.rows[index];
+    if (!old || old.cells.length !== line.cells.length) {
+      if (old) old.replaceWith(line);
+      else body.append(line);
+      return;
+    }
+    [...line.cells].forEach((cell, column) => {
+      const before = old.cells[column];
+      if (before.isEqualNode(cell)) return;
+      const bars = [before.firstElementChild, cell.firstElementChild];
+      if (before.className !== cell.className || before.tagName !== cell.tagName) before.replaceWith(cell.cloneNode(true));
+      else if (bars.every((bar) => bar?.className === "bar" && bar.childElementCount === bars[0].childElementCount)) {
+        for (const name of ["title", "aria-label"]) bars[0].setAttribute(name, bars[1].getAttribute(name));
+        [...bars[1].children].forEach((part, place) => { bars[0].children[place].style.width = part.style.width; });
+      } else before.replaceChildren(...[...cell.childNodes].map((node) => node.cloneNode(true)));
+    });
+  });
+  while (body.rows.length > rows.length) body.rows[rows.length].remove();
 }
 
 function options(select, values, first) {
@@ -78,7 +102,7 @@ function show(run) {
   $("run").value = run;
   remember();
   page.source?.close();
-  Object.assign(page, { state: null, feed: [], log: null });
+  Object.assign(page, { state: null, feed: [], log: null, parts: [], fed: "" });
   forgetCharts();
   $("feed").tBodies[0].replaceChildren();
   follow();
@@ -127,22 +151,23 @@ function render() {
   $("about").textContent = shape.filter(Boolean).join(" · ");
   $("stop").disabled = !running;
   $("checkpoint").disabled = !running;
+  $("drain").disabled = !running || state.hosts.length < 2;
   numbers(state);
-  const slow = state.straggler;
-  const named_slow = state.slow.map((each) => each.reason);
-  if (slow) named_slow.unshift(`Straggler: ${slow.peer} on ${slow.host} takes ${duration(slow.seconds)} for its own part of a step, ${(slow.seconds / slow.others).toFixed(1)} times the others' ${duration(slow.others)}.`);
-  $("straggler").hidden = !named_slow.length;
-  $("straggler").textContent = named_slow.join(" · ");
+  $("slow").hidden = !state.slow.length;
+  $("slow").textContent = state.slow.map((each) => each.reason).join(" · ");
   const gone = state.members.filter((member) => member.state === "lost" || member.state === "failed");
   $("gone").hidden = !gone.length;
   $("gone").textContent = gone.map((member) => `${member.peer} ${member.state}: ${member.reason}`).join(" · ");
-  curves(state, page.compared);
-  workers(state);
-  members(state);
-  staleness(state);
-  traffic(state);
-  filters(state);
-  feed();
+  // One part after another, with time for a frame between them, so that the page stays smooth with many workers. A newer state takes the place of what is left.
+  page.parts = [...curves(state, page.compared), ...[workers, members, servers, staleness, traffic, filters, feed].map((part) => () => part(state))];
+  if (!page.drawing) drawParts();
+}
+
+function drawParts() {
+  page.drawing = page.parts.length > 0;
+  if (!page.drawing) return;
+  setTimeout(drawParts);
+  page.parts.shift()();
 }
 
 function numbers(state) {
@@ -161,29 +186,37 @@ function numbers(state) {
     ["Newest checkpoint", state.checkpoints.newest === null ? "none" : `step ${brief(state.checkpoints.newest)}`],
     ...(state.checkpoints.failed ? [["Checkpoints that failed", String(state.checkpoints.failed)]] : []),
   ];
-  $("numbers").replaceChildren(...shown.map(([name, value]) => {
+  const known = shown.filter(([, value]) => state.status.status === "running" || value !== "–");
+  $("numbers").replaceChildren(...known.map(([name, value]) => {
     const box = make("div");
     box.append(make("dt", name), make("dd", value));
     return box;
   }));
 }
 
+// Functions that draw a chart each.
 function curves(state, other) {
   const axis = $("axis").value;
+  // A modelled device has no loss. What a run that trains has not recorded yet may still come.
+  const over = state.status.status !== "running";
+  $("loss-card").hidden = over && !state.loss.value.length;
+  $("eval-card").hidden = over && !Object.keys(state.eval).length;
+  $("lr-card").hidden = over && !state.lr.value.length;
   const beside = (name, curve, color) => (other && curve ? [{ label: `${name}, ${other.name}`, curve, color, dashed: true }] : []);
-  const groups = Object.entries(state.group_loss).map(([group, curve], index) => ({ label: `group ${group}`, curve, color: COLORS[(index + 1) % 8], thin: true }));
-  draw("loss", [{ label: "mean", curve: state.loss, color: COLORS[0] }, ...(other ? [] : groups), ...beside("mean", other?.loss, COLORS[1])], axis);
+  const groups = (curves) => Object.entries(curves).map(([group, curve], index) => ({ label: `group ${group}`, curve, color: COLORS[(index + 1) % 8], thin: true }));
+  const together = (id, name, of) => () => draw(id, [{ label: "mean", curve: state[name], color: COLORS[0] }, ...(other ? [] : groups(state[of])), ...beside("mean", other?.[name], COLORS[1])], axis);
   const metrics = Object.keys(state.eval);
-  draw("eval", metrics.flatMap((name, index) => [
+  const evaluations = () => draw("eval", metrics.flatMap((name, index) => [
     { label: name, curve: state.eval[name], color: COLORS[index % 8] },
     ...beside(name, other?.eval[name], COLORS[index % 8]),
   ]), axis);
-  draw("lr", [{ label: "learning rate", curve: state.lr, color: COLORS[0] }, ...beside("learning rate", other?.lr, COLORS[1])], axis);
+  const rates = () => draw("lr", [{ label: "learning rate", curve: state.lr, color: COLORS[0] }, ...beside("learning rate", other?.lr, COLORS[1])], axis);
   const parts = [["compute", "compute", "--compute"], ["exposed", "exposed", "--exposed"], ["other", "other waits", "--wait"]];
-  draw("split", parts.flatMap(([name, label, color]) => [
+  const split = () => draw("split", parts.flatMap(([name, label, color]) => [
     { label, curve: state.split[name], color },
     ...beside(label, other?.split[name], color),
   ]), axis, duration);
+  return [together("loss", "loss", "group_loss"), evaluations, split, rates, together("stale", "stale", "group_stale")];
 }
 
 function bar(parts, whole, text) {
@@ -199,34 +232,64 @@ function bar(parts, whole, text) {
   return box;
 }
 
-function health(state, worker) {
-  const member = state.members.find((each) => each.peer === worker.peer);
-  const quiet = state.status.status === "running" && worker.quiet_s ? `no step for ${duration(worker.quiet_s)}` : "";
-  return [[worker.health, quiet].filter(Boolean).join(", "), `nowrap ${member?.state ?? ""}`];
+// Those that somebody asks for, or with many those that have trouble first; and how many there are besides.
+function chosen(all, troubled, wanted) {
+  const asked = wanted ? all.filter((each) => [each.peer, each.host, `group ${each.group}`].some((text) => text.includes(wanted))) : all;
+  const some = asked.length > MOST_ROWS ? [...asked.filter(troubled), ...asked.filter((each) => !troubled(each))].slice(0, MOST_ROWS) : asked;
+  return [some, asked.length - some.length];
 }
 
+const andMore = (more, columns) => {
+  if (!more) return [];
+  const line = row([`and ${brief(more)} more`]);
+  line.cells[0].colSpan = columns;
+  line.cells[0].className = "quiet";
+  return [line];
+};
+
 function workers(state) {
-  const longest = Math.max(...state.workers.map((worker) => worker.seconds), 0);
-  $("workers").replaceChildren(...state.workers.map((worker) => {
+  const states = new Map(state.members.map((member) => [member.peer, member.state]));
+  const slow = new Set(state.slow.map((each) => each.peer));
+  const lost = (worker) => ["lost", "failed"].includes(states.get(worker.peer));
+  const running = state.status.status === "running";
+  const [shown, more] = chosen(state.workers, (worker) => slow.has(worker.peer) || lost(worker) || worker.quiet_s, $("wanted").value.trim());
+  const longest = state.workers.reduce((most, worker) => Math.max(most, worker.seconds), 0);
+  $("which").hidden = state.workers.length <= MOST_ROWS;
+  fill($("workers"), [...shown.map((worker) => {
     const { compute = 0, exposed = 0, other = 0 } = worker.means;
     const text = `compute ${duration(compute)}, exposed communication ${duration(exposed)}, other waits ${duration(other)}`;
+    const health = [worker.health, running && worker.quiet_s ? `no step for ${duration(worker.quiet_s)}` : ""].filter(Boolean).join(", ");
     return row([
-      worker.peer, worker.host, String(worker.group), health(state, worker), [brief(worker.step), "number"],
+      worker.peer, worker.host, String(worker.group), [health, `nowrap ${states.get(worker.peer) ?? ""}`], [brief(worker.step), "number"],
       [brief(worker.loss), "number"], [brief(worker.samples_per_s), "number"], [duration(worker.seconds), "number nowrap"],
       bar([["compute", compute], ["exposed", exposed], ["wait", other]], longest, text),
     ], true);
-  }));
+  }), ...andMore(more, 9)]);
 }
 
 function members(state) {
-  const shown = new Set(state.workers.map((worker) => worker.peer));
-  const others = state.members.filter((member) => !shown.has(member.peer));
-  $("members").replaceChildren(...others.map((member) => row([member.peer, member.host, [member.health, `nowrap ${member.state}`], member.reason], true)));
+  const workers = new Set(state.workers.map((worker) => worker.peer));
+  const others = state.members.filter((member) => !workers.has(member.peer));
+  const [shown, more] = chosen(others, (member) => ["lost", "failed"].includes(member.state), "");
+  fill($("members"), [...shown.map((member) => row([member.peer, member.host, [member.health, `nowrap ${member.state}`], member.reason], true)), ...andMore(more, 4)]);
+}
+
+function servers(state) {
+  $("servers-card").hidden = !state.servers.length;
+  fill($("servers"), state.servers.map((server) => {
+    const busy = `${Math.round(100 * server.busy)} %`;
+    const waiting = `${server.waiting.toFixed(1)} (at most ${server.waiting_most})`;
+    return row([
+      server.peer, [brief(server.messages_per_s), "number"], [bytes(server.bytes_per_s), "number nowrap"], [waiting, "number nowrap"],
+      [busy, "number nowrap"], bar([["compute", server.busy]], 1, `${busy} busy`),
+    ], true);
+  }));
 }
 
 function staleness(state) {
   const { counts, by, mean } = state.staleness;
   const all = counts.reduce((sum, [, count]) => sum + count, 0);
+  $("stale").hidden = !all;
   $("stale-by").textContent = all ? `Updates between a worker's read and its write, as ${by} counted them: ${mean.toFixed(2)} in the mean.` : "Nothing is stale: no asynchronous reads have been counted.";
   const most = Math.max(...counts.map(([, count]) => count), 1);
   const rows = counts.length > 24 ? counts.slice(0, 24) : counts;
@@ -276,6 +339,9 @@ function feed() {
     return;
   }
   page.log = null;
+  const shows = JSON.stringify([page.run, page.feed.at(-1)?.n, $("kind").value, $("peer").value, text]);
+  if (page.fed === shows) return;
+  page.fed = shows;
   const shown = page.feed.filter((item) => (!$("kind").value || item.kind === $("kind").value) && (!$("peer").value || item.peer === $("peer").value)
     && (!text || item.text.toLowerCase().includes(text)));
   $("feed").tBodies[0].replaceChildren(...shown.slice(-300).reverse().map((item) => {
@@ -309,10 +375,10 @@ async function followLog(role) {
 
 // Buttons -------------------------------------------------------------------------------------------------------------------
 
-async function act(action) {
+async function act(action, values = {}) {
   $("said").textContent = "…";
   try {
-    const answer = await fetch(`${api(page.run)}/${action}`, { method: "POST" });
+    const answer = await fetch(`${api(page.run)}/${action}?${new URLSearchParams(values)}`, { method: "POST" });
     const told = await answer.json();
     $("said").textContent = told.said ?? told.error;
   } catch (error) {
@@ -326,7 +392,8 @@ $("other").addEventListener("change", () => {
   remember();
   compare();
 });
-for (const id of ["axis"]) $(id).addEventListener("change", () => page.state && render());
+$("axis").addEventListener("change", () => page.state && render());
+$("wanted").addEventListener("input", () => page.state && workers(page.state));
 for (const id of ["source", "kind", "peer", "text"]) $(id).addEventListener("input", () => page.state && feed());
 $("checkpoint").addEventListener("click", () => act("checkpoint"));
 $("stop").addEventListener("click", () => $("sure").showModal());
@@ -334,6 +401,15 @@ $("no").addEventListener("click", () => $("sure").close());
 $("yes").addEventListener("click", () => {
   $("sure").close();
   act("stop");
+});
+$("drain").addEventListener("click", () => {
+  options($("host"), page.state.hosts.map((name) => [name, name]));
+  $("leave").showModal();
+});
+$("keep").addEventListener("click", () => $("leave").close());
+$("let-go").addEventListener("click", () => {
+  $("leave").close();
+  act("drain", { host: $("host").value });
 });
 window.addEventListener("resize", resizeCharts);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

@@ -52,7 +52,7 @@ function draw(id, series, axis, format = brief) {
   element.setAttribute("role", "img");
   element.setAttribute("aria-label", `Curves; the newest values: ${last}`);
   if (chart) {
-    chart.plot.setData(data);
+    renew(chart.plot, data);
     return;
   }
   const ink = css("--quiet");
@@ -61,7 +61,7 @@ function draw(id, series, axis, format = brief) {
     width: Math.max(240, element.clientWidth),
     height: 210,
     scales: { x: { time: false } },
-    cursor: { drag: { x: true, y: false } },
+    cursor: { drag: { x: true, y: false }, sync: { key: axis } },
     axes: [
       { stroke: ink, grid, ticks: grid, values: (_, ticks) => ticks.map((tick) => (axis === "at" ? duration(tick) : brief(tick))) },
       { stroke: ink, grid, ticks: grid, size: 64, values: (_, ticks) => ticks.map((tick) => format(tick)) },
@@ -80,6 +80,15 @@ function draw(id, series, axis, format = brief) {
     ],
   }, data, element);
   charts.set(id, { key, plot });
+}
+
+// A part of the curves that somebody looks at stays as it is while the run goes on.
+function renew(plot, data) {
+  const { min, max } = plot.scales.x;
+  const [x] = plot.data;
+  const enlarged = min > x[0] || max < x.at(-1);
+  plot.setData(data, !enlarged);
+  if (enlarged) plot.setScale("x", { min, max });
 }
 
 // uPlot wants ascending x without doubles: of two values at one x the later counts.

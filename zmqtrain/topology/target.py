@@ -1,8 +1,7 @@
-"""The job that the arguments of `zmqtrain.launch` describe."""
+"""The job that the arguments of `zmqtrain.launch`, `zmqtrain.simulate` and `zmqtrain.plan` describe."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -10,28 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import UsageError
-from zmqtrain.launcher.program.function import place_of
 from zmqtrain.topology.compute import Compute
-from zmqtrain.topology.faults import dotted
-from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.job import Job
-from zmqtrain.topology.load import job_name, load_topology
-from zmqtrain.topology.overrides import Override, overridden
+from zmqtrain.topology.load import job_name
+from zmqtrain.topology.overrides import Override, load_overridden, overridden
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.suggest import did_you_mean
-from zmqtrain.topology.toml_lines import find_lines
+from zmqtrain.topology.task_function import place_of
 
-#: What can be launched.
+#: What can be launched, simulated or planned.
 Target = str | PathLike[str] | Topology | Mapping[str, Any] | Callable[..., Any]
 
-#: Sections whose keys are keywords of `launch`, too: no key is in both.
+#: Sections whose keys are keywords of these functions, too: no key is in both.
 _OPEN: Mapping[str, frozenset[str]] = {"job": frozenset(Job.model_fields), "compute": frozenset(Compute.model_fields)}
 _SECTIONS = frozenset(Topology.model_fields) - {"data"}
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramJob:
-    """What a program launches."""
+    """The job of a program."""
 
     topology: Topology
     file: Path
@@ -40,74 +36,59 @@ class ProgramJob:
     """The task's function, if the program has given it."""
 
 
-def job_of(target: Target, settings: Mapping[str, Any], changes: Mapping[str, Any]) -> ProgramJob:
+def job_of(target: Target, settings: Mapping[str, Any], changes: Mapping[str, Any], *, caller: str = "launch") -> ProgramJob:
     """The job.
 
     Args:
         target: a topology file, a topology, a mapping like a file, a task (``"module:function"``, ``"file.py"``), or its function.
         settings: by keyword: keys of ``[job]`` and ``[compute]``, and whole sections.
         changes: by ``section.key``.
+        caller: the function that errors name.
 
     Raises:
         UsageError: no such file, task or setting, a task that workers cannot import, or one of the errors of topologies.
     """
-    overrides = [*_settings(settings), *_changes(changes)]
+    overrides = [*_settings(settings, caller), *_changes(changes, caller)]
     function: Callable[..., Any] | None = None
     document: dict[str, Any]
-    lines: Mapping[str, int] = {}
     file = Path.cwd() / "job.toml"
     if isinstance(target, Topology):
         file = file.with_name(f"{target.job.name}.toml")
-        topology = overridden(target.to_open_dict(), overrides, file="launch()", name=file.stem, lines={}) if overrides else target
-    elif isinstance(target, (str, PathLike)) and _is_file(fspath(target)):
-        topology = load_topology(fspath(target))  # errors of the file itself give their lines
+        topology = (
+            overridden(target.to_open_dict(), overrides, file=f"{caller}()", name=file.stem, lines={}) if overrides else target
+        )
+    elif isinstance(target, (str, PathLike)) and _is_file(fspath(target), caller):
         file = Path(target).absolute()
-        if overrides:
-            text = file.read_text(encoding="utf-8")
-            lines = {dotted(place): line for place, line in find_lines(text).items()}
-            topology = overridden(tomllib.loads(text), overrides, file=str(target), name=file.stem, lines=lines)
+        topology = load_overridden(Path(target), overrides)
     else:
         if isinstance(target, Mapping):
-            document = _plain(target, "launch()")
+            document = _plain(target, f"{caller}()")
         elif isinstance(target, (str, PathLike)):
             document = {"job": {"task": fspath(target), "name": _name(fspath(target))}}
         elif callable(target):
-            spec, folder = place_of(target)
+            spec, folder = place_of(target, caller)
             function = target
             document = {"job": {"task": spec, "name": _name(spec), **({} if folder is None else {"python_path": [folder]})}}
         else:
             raise UsageError(
-                f"launch() got a {type(target).__name__}: give a topology file, a Topology, a mapping like a topology file, a task "
-                '("module:function"), or the function itself'
+                f"{caller}() got a {type(target).__name__}: give a topology file, a Topology, a mapping like a topology file, a "
+                'task ("module:function"), or the function itself'
             )
-        topology = overridden(document, overrides, file="launch()", name=file.stem, lines={})
+        topology = overridden(document, overrides, file=f"{caller}()", name=file.stem, lines={})
         if function is not None and (topology.job.task != spec or (folder and folder not in topology.job.python_path)):
-            raise UsageError("launch() was given the task's function, and another task or python_path: leave these out")
+            raise UsageError(f"{caller}() was given the task's function, and another task or python_path: leave these out")
         file = file.with_name(f"{topology.job.name}.toml")
-    _check(topology, file.name)
     return ProgramJob(topology, file, function)
 
 
-def _check(topology: Topology, name: str) -> None:
-    """What `launch` cannot do, or what would fail in every worker."""
-    if topology.compute.auto_groups:
-        raise UsageError('launch() cannot search for groups = "auto": give a number, or use the command zmqtrain launch')
-    if topology.job.task is not None:
-        find_task(topology.job.task, (".", *topology.job.python_path))
-    elif topology.compute.device != "modelled":
-        raise UsageError(
-            f'{name} names no task: give launch() task="module:function" (a script is for the command zmqtrain launch)'
-        )
-
-
-def _is_file(text: str) -> bool:
+def _is_file(text: str, caller: str) -> bool:
     """Whether a text is the path of a topology file, rather than a task."""
     if ":" in text or text.endswith(".py"):
         return False
     if text.endswith(".toml") or Path(text).is_file():
         return True
     raise UsageError(
-        f'launch() got {text!r}, which is neither a topology file nor a task: write the path of a file, "module:function", or '
+        f'{caller}() got {text!r}, which is neither a topology file nor a task: write the path of a file, "module:function", or '
         '"path/to/file.py:function"'
     )
 
@@ -118,35 +99,35 @@ def _name(task: str) -> str:
     return job_name(Path(source).stem if source.endswith(".py") else source.rpartition(".")[2])
 
 
-def _settings(settings: Mapping[str, Any]) -> list[Override]:
+def _settings(settings: Mapping[str, Any], caller: str) -> list[Override]:
     """Keywords as values of the topology."""
     overrides = []
     for key, value in settings.items():
         section = next((name for name, keys in _OPEN.items() if key in keys), None)
-        plain = _plain(value, f"launch({key}=...)")
+        plain = _plain(value, f"{caller}({key}=...)")
         if section is not None:
-            overrides.append(Override((section, key), plain, f"launch({key}={value!r})"))
+            overrides.append(Override((section, key), plain, f"{caller}({key}={value!r})"))
         elif key in _SECTIONS and isinstance(plain, dict):
-            overrides += [Override((key, inner), item, f"launch({key}={{{inner!r}: ...}})") for inner, item in plain.items()]
+            overrides += [Override((key, inner), item, f"{caller}({key}={{{inner!r}: ...}})") for inner, item in plain.items()]
         elif key in _SECTIONS:
-            overrides.append(Override((key,), plain, f"launch({key}=...)"))
+            overrides.append(Override((key,), plain, f"{caller}({key}=...)"))
         else:
             known = _SECTIONS.union(*_OPEN.values())
             near = did_you_mean(key, known)
             hint = f"; did you mean {near!r}?" if near else ""
             raise UsageError(
-                f"launch() has no setting {key!r}{hint}. Keywords are the sections of a topology file and the keys of [job] and "
+                f"{caller}() has no setting {key!r}{hint}. Keywords are the sections of a topology file and the keys of [job] and "
                 f'[compute]; write others like set={{"exchange.kind": "gossip"}}'
             )
     return overrides
 
 
-def _changes(changes: Mapping[str, Any]) -> list[Override]:
+def _changes(changes: Mapping[str, Any], caller: str) -> list[Override]:
     overrides = []
     for key, value in changes.items():
         if not isinstance(key, str) or "." not in key:
-            raise UsageError(f'launch(set={{{key!r}: ...}}): write section.key, like set={{"exchange.kind": "gossip"}}')
-        label = f"launch(set={{{key!r}: {value!r}}})"
+            raise UsageError(f'{caller}(set={{{key!r}: ...}}): write section.key, like set={{"exchange.kind": "gossip"}}')
+        label = f"{caller}(set={{{key!r}: {value!r}}})"
         overrides.append(Override(tuple(key.split(".")), _plain(value, label), label))
     return overrides
 

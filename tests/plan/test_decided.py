@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.cli.divided import decided
 from zmqtrain.errors import UsageError
+from zmqtrain.plan.decided import decided
 from zmqtrain.topology.schema import Topology
 
 PLAN = [{"layer": "0", "choice": "domain", "grid": "2x2"}, {"layer": "3", "choice": "model", "grid": "2x2"}]

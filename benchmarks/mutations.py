@@ -1,0 +1,513 @@
+"""``python -m benchmarks mutations``: faults that are put into the protocol on purpose, each of which the auditor must find.
+
+Each mutation replaces functions of the package while seeds are tried, by name: if a name is gone, it fails. A seed finds it if the
+run breaks an invariant with the mutation, and none without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import zmqtrain.exchange.gossip.exchange as gossip
+from benchmarks.case import Case, case_of
+from zmqtrain.data.slots import SlotPlan
+from zmqtrain.errors import UsageError
+from zmqtrain.exchange.averaging.methods import Average, Outer
+from zmqtrain.exchange.elastic import ElasticMembers
+from zmqtrain.exchange.elastic_sums import ElasticSums
+from zmqtrain.exchange.server_changes import _Members
+from zmqtrain.exchange.state_source import NeighboursState
+from zmqtrain.membership.actions import Answer
+from zmqtrain.membership.barrier import Barrier, Barriers
+from zmqtrain.membership.roster import Roster
+from zmqtrain.membership.state import MemberTable, Presence
+from zmqtrain.membership.view import View
+from zmqtrain.merged_fc.server import FcServer
+from zmqtrain.net.lane import SendLane
+from zmqtrain.server.aggregator import Aggregator, Batch, _Unit
+from zmqtrain.server.model_server import ModelServer
+from zmqtrain.server.serving import Serving
+from zmqtrain.server.shard import TensorEntry
+from zmqtrain.server.staleness import StalenessMachine
+from zmqtrain.simulate.explore import Trial, horizon_of, try_seed
+from zmqtrain.simulate.succession import Records
+from zmqtrain.topology.load import load_topology
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.device.memory import numbers_of
+
+SHAPES = Path(__file__).parent / "shapes"
+#: So many seeds are tried for each.
+MOST_SEEDS = 2000
+
+
+class Patches:
+    """Replaces functions by name, and puts them back."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def around(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace ``owner.name`` by ``make(what it was)``. Raises `KeyError` if it has no such thing of its own."""
+        before = vars(owner)[name]
+        self._undo.append((owner, name, before))
+        made = make(before.fget if isinstance(before, property) else before)
+        setattr(owner, name, property(made) if isinstance(before, property) else made)
+
+    def undo(self) -> None:
+        """Put all back."""
+        while self._undo:
+            setattr(*self._undo.pop())
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One deliberate fault."""
+
+    name: str
+    shape: str
+    """The topology file, of `SHAPES`, in which it is looked for."""
+    put: Callable[[Patches], None]
+    seed: int
+    """One that finds it; of the faults that are drawn now."""
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within this context the package has the fault."""
+        patches = Patches()
+        try:
+            self.put(patches)
+            yield
+        finally:
+            patches.undo()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of a search."""
+
+    mutation: Mutation
+    seed: int | None
+    """``None``: no seed has found it."""
+    seconds: float
+    broken: str = ""
+    """The first violation."""
+
+
+@cache
+def shape(name: str) -> tuple[Topology, float]:
+    """The topology of this name, and how long it takes without faults."""
+    file = SHAPES / f"{name}.toml"
+    if not file.exists():
+        raise UsageError(f"there is no shape {name!r}: {', '.join(sorted(each.stem for each in SHAPES.glob('*.toml')))}")
+    topology = load_topology(file)
+    return topology, horizon_of(topology)
+
+
+def tried(mutation: Mutation, seed: int) -> Trial:
+    """One seed, with the mutation."""
+    topology, horizon_s = shape(mutation.shape)
+    with mutation.in_place():
+        return try_seed(seed, topology, "random", horizon_s)
+
+
+def search(mutation: Mutation, seeds: Sequence[int] = range(1, MOST_SEEDS + 1)) -> Found:
+    """Try seeds until one finds the mutation."""
+    topology, horizon_s = shape(mutation.shape)
+    began = time.monotonic()
+    for seed in seeds:
+        trial = tried(mutation, seed)
+        if trial.broken and not try_seed(seed, topology, "random", horizon_s).broken:
+            return Found(mutation, seed, time.monotonic() - began, trial.broken[0])
+    return Found(mutation, None, time.monotonic() - began)
+
+
+def bench_mutations() -> Iterator[Case]:
+    """For each mutation the number of the first seed that finds it; -1: none does."""
+    for mutation in MUTATIONS:
+        found = search(mutation)
+        yield case_of("mutations", f"{mutation.name} ({mutation.shape})", -1 if found.seed is None else found.seed, "seed")
+
+
+# The mutations -----------------------------------------------------------------------------------------------------------------
+
+
+def every(number: int) -> Callable[[], bool]:
+    """A function that is true every ``number``-th time."""
+    calls = count(1)
+    return lambda: next(calls) % number == 0
+
+
+def update_applied_twice(patches: Patches) -> None:
+    due = every(20)
+
+    def make(update: Any) -> Any:
+        def mutated(self: TensorEntry, *args: Any) -> None:
+            update(self, *args)
+            if due():
+                update(self, *args)
+                self.version -= 1
+
+        return mutated
+
+    patches.around(TensorEntry, "update", make)
+
+
+def update_lost(patches: Patches) -> None:
+    due = every(20)
+
+    def make(update: Any) -> Any:
+        def mutated(self: TensorEntry, *args: Any) -> None:
+            if due():
+                self.version += 1
+            else:
+                update(self, *args)
+
+        return mutated
+
+    patches.around(TensorEntry, "update", make)
+
+
+def answered_before_applied(patches: Patches) -> None:
+    due = every(20)
+
+    def make(pushed: Any) -> Any:
+        def mutated(self: Aggregator, push: Any) -> list[Batch]:
+            batches: list[Batch] = pushed(self, push)
+            if len(batches) == 1 and batches[0].answer and batches[0].updates and due():
+                (batch,) = batches
+                return [replace(batch, updates=()), replace(batch, answer=())]
+            return batches
+
+        return mutated
+
+    patches.around(Aggregator, "pushed", make)
+
+
+def batch_not_trained_again(patches: Patches) -> None:
+    patches.around(SlotPlan, "_left_by", lambda _: lambda _self, *_args: [])
+
+
+def counted_batch_trained_again(patches: Patches) -> None:
+    def make(left_by: Any) -> Any:
+        return lambda self, life, low, high, since: left_by(self, life, max(low - 1, self.eras[-1].since), high, since)
+
+    patches.around(SlotPlan, "_left_by", make)
+
+
+def torn_batch_counts_twice(patches: Patches) -> None:
+    patches.around(_Unit, "_counts", lambda _: lambda _self, _push: False)
+
+
+def push_that_never_came(patches: Patches) -> None:
+    """A server says that a lost worker's push counts which has not arrived."""
+
+    def make(drop: Any) -> Any:
+        def mutated(self: _Unit, group: int, life: int) -> Batch:
+            batch: Batch = drop(self, group, life)
+            if life in self.gone:
+                self.gone[life] += 1
+            return batch
+
+        return mutated
+
+    patches.around(_Unit, "drop", make)
+
+
+def lost_group_waited_for(patches: Patches) -> None:
+    async def mutated(_self: Serving, _group: int) -> None:
+        return None
+
+    patches.around(Serving, "drop", lambda _: mutated)
+
+
+def bound_not_kept(patches: Patches) -> None:
+    def make(ready: Any) -> Any:
+        def mutated(self: StalenessMachine) -> Any:
+            self._policy = replace(self._policy, bound=100)
+            return ready(self)
+
+        return mutated
+
+    patches.around(StalenessMachine, "_ready", make)
+
+
+def applied_without_one(patches: Patches) -> None:
+    due = every(10)
+
+    def make(sync: Any) -> Any:
+        def mutated(self: StalenessMachine, leaving: int | None = None) -> Any:
+            behind = [each for each in self._clock if each not in self._waiting and each not in self._resting and each != leaving]
+            if len(behind) != 1 or not due():
+                return sync(self, leaving)
+            self._resting.add(behind[0])
+            try:
+                return sync(self, leaving)
+            finally:
+                self._resting.discard(behind[0])
+
+        return mutated
+
+    patches.around(StalenessMachine, "_sync", make)
+
+
+def floor_ignored(patches: Patches) -> None:
+    def make(of: Any) -> Any:
+        def mutated(value: Any) -> _Members:
+            found = of.__func__(_Members, value)
+            return _Members(0, found.progress)
+
+        return staticmethod(mutated)
+
+    patches.around(_Members, "of", make)
+
+
+def history_forgotten(patches: Patches) -> None:
+    async def mutated(self: ModelServer, _caller: str) -> Any:
+        since, lives = self._changes[-1]
+        return [self._base, [[since, [[peer, life] for peer, life in lives]]]]
+
+    patches.around(ModelServer, "_on_history", lambda _: mutated)
+
+
+def sums_divided_wrongly(patches: Patches) -> None:
+    async def mutated(self: ElasticSums, *_args: Any) -> float:
+        return float(self.group.size)
+
+    patches.around(ElasticSums, "_shares", lambda _: mutated)
+
+
+def step_counts_while_members_agree(patches: Patches) -> None:
+    patches.around(ElasticSums, "hold", lambda _: lambda self: self._newest)
+
+
+def sums_not_shared(patches: Patches) -> None:
+    async def mutated(_self: ElasticSums, *_args: Any) -> bool:
+        return True
+
+    patches.around(ElasticSums, "_share", lambda _: mutated)
+
+
+def mean_divided_wrongly(patches: Patches) -> None:
+    patches.around(Average, "factor", lambda _: lambda _self, groups: groups / 4)
+
+
+def average_counts_for_some(patches: Patches) -> None:
+    async def mutated(_self: ElasticMembers, *_args: Any) -> None:
+        return None
+
+    patches.around(ElasticMembers, "_all_have_finished", lambda _: mutated)
+
+
+def state_without_momentum(patches: Patches) -> None:
+    """A worker that joins late begins with an outer optimizer of its own."""
+
+    def make(take: Any) -> Any:
+        async def mutated(self: NeighboursState, replica: Any, own: Any = lambda name: None) -> None:
+            def elsewhere(name: str) -> Any:
+                place = own(name)
+                return None if place is None else place.empty_like()
+
+            await take(self, replica, elsewhere)
+
+        return mutated
+
+    assert "state" in vars(Outer)
+    patches.around(NeighboursState, "take", make)
+
+
+def state_without_a_bucket(patches: Patches) -> None:
+    def make(take: Any) -> Any:
+        async def mutated(self: NeighboursState, replica: Any, *args: Any) -> None:
+            await take(self, replica, *args)
+            numbers_of(replica.buckets[0].parameters)[:1] += 1.0
+
+        return mutated
+
+    patches.around(NeighboursState, "take", make)
+
+
+def barrier_opens_early(patches: Patches) -> None:
+    """The coordinator answers an agreement before the last member has said anything."""
+
+    def make(missing: Any) -> Any:
+        def mutated(self: Barrier) -> list[str]:
+            found: list[str] = missing(self)
+            return [] if self.largest is not None and len(found) == 1 < len(self.members) - 1 else found
+
+        return mutated
+
+    patches.around(Barrier, "missing", make)
+
+
+def newest_value_not_largest(patches: Patches) -> None:
+    def make(arrive: Any) -> Any:
+        def mutated(self: Barrier, peer: str, members: Any, ticket: int, value: int | None, call: int | None = None) -> Any:
+            self.largest = None
+            return arrive(self, peer, members, ticket, value, call)
+
+        return mutated
+
+    patches.around(Barrier, "arrive", make)
+
+
+def stale_view_believed(patches: Patches) -> None:
+    """Agreements about a view go on although there is a newer one."""
+    patches.around(Barriers, "outdate", lambda _: lambda _self, _version, _reason: [])
+
+    def make(agree: Any) -> Any:
+        def mutated(self: Roster, peer: str, name: str, value: int, members: Any, version: Any, *args: Any) -> Any:
+            return agree(self, peer, name, value, members, None, *args)
+
+        return mutated
+
+    patches.around(Roster, "handle_agree", make)
+
+
+def dead_host_believed(patches: Patches) -> None:
+    """The heartbeats of a host that is gone are believed to go on."""
+
+    def make(tick: Any) -> Any:
+        def mutated(self: Roster, now: float) -> Any:
+            self._heard = dict.fromkeys(self._heard, now)
+            return tick(self, now)
+
+        return mutated
+
+    def deaf(_: Any) -> Any:
+        return lambda _self, *_args: []
+
+    patches.around(Roster, "tick", make)
+    patches.around(Roster, "handle_lost", deaf)
+
+
+def lost_member_shown(patches: Patches) -> None:
+    """Views show workers that are lost as if they were there."""
+
+    def make(view: Any) -> Any:
+        def mutated(self: MemberTable, version: int, *, complete: bool) -> View:
+            found: View = view(self, version, complete=complete)
+            lost = {entry.member.peer: entry.member for entry in self.of_kind("worker") if entry.presence is Presence.LOST}
+            return replace(found, members={**found.members, **lost}, lost={})
+
+        return mutated
+
+    patches.around(MemberTable, "view", make)
+
+
+def member_forgotten(patches: Patches) -> None:
+    """The others are not told that a worker is back."""
+
+    def make(ready: Any) -> Any:
+        return lambda self, *args: [action for action in ready(self, *args) if isinstance(action, Answer)]
+
+    patches.around(Roster, "handle_ready", make)
+
+
+def bucket_mixed_twice(patches: Patches) -> None:
+    due = every(20)
+
+    def make(average: Any) -> Any:
+        def mutated(own: Any, others: Any) -> None:
+            average(own, others)
+            if due():
+                average(own, others)
+
+        return mutated
+
+    patches.around(gossip, "_average", make)
+
+
+def bucket_not_mixed(patches: Patches) -> None:
+    due = every(20)
+    patches.around(gossip, "_average", lambda average: lambda own, others: None if due() else average(own, others))
+
+
+def fc_update_twice(patches: Patches) -> None:
+    due = every(10)
+
+    def make(update: Any) -> Any:
+        async def mutated(self: FcServer, applied: Any) -> None:
+            await update(self, applied)
+            if due():
+                await update(self, applied)
+
+        return mutated
+
+    patches.around(FcServer, "_update", make)
+
+
+def message_not_sent_again(patches: Patches) -> None:
+    """After a broken connection the first missing piece is taken to have arrived."""
+    patches.around(SendLane, "resume", lambda resume: lambda self, sequence: resume(self, sequence + 1))
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+def loss_not_noticed(patches: Patches) -> None:
+    """A worker waits for ever for a view in which the lost one is missing."""
+
+    async def mutated(_self: ElasticMembers, *_args: Any) -> None:
+        await _never()
+
+    patches.around(ElasticMembers, "_newer", lambda _: mutated)
+
+
+def record_skipped(patches: Patches) -> None:
+    """The launcher's journal lacks a record."""
+    due = every(5)
+
+    def make(write: Any) -> Any:
+        def mutated(self: Records, changes: Any, *, durable: bool) -> None:
+            kept = len(self.data)
+            write(self, changes, durable=durable)
+            if due():
+                del self.data[kept:]
+
+        return mutated
+
+    patches.around(Records, "write", make)
+
+
+MUTATIONS = (
+    Mutation("an update is applied twice", "servers-async", update_applied_twice, 1),
+    Mutation("an update is lost, and its version is counted", "servers-async", update_lost, 1),
+    Mutation("a push is acknowledged before it is applied", "servers-async", answered_before_applied, 1),
+    Mutation("a lost worker's batches are not trained again", "servers-async", batch_not_trained_again, 4),
+    Mutation("a lost worker's batch that counts is trained again", "servers-async", counted_batch_trained_again, 15),
+    Mutation("a batch that counts for some pieces counts for them again", "servers-async", torn_batch_counts_twice, 4),
+    Mutation("a lost worker's push counts that has not come", "servers-async", push_that_never_came, 4),
+    Mutation("servers go on waiting for a lost group", "servers-sync", lost_group_waited_for, 4),
+    Mutation("an update is made without one group's gradient", "servers-sync", applied_without_one, 1),
+    Mutation("groups run ahead of the bound", "servers-bounded", bound_not_kept, 1),
+    Mutation("new members begin before the steps that are done", "servers-async", floor_ignored, 6),
+    Mutation("a late worker does not learn of earlier changes", "servers-sync", history_forgotten, 4),
+    Mutation("sums are divided by the workers that there were", "allreduce", sums_divided_wrongly, 2),
+    Mutation("a step counts while the members agree", "allreduce", step_counts_while_members_agree, 31),
+    Mutation("survivors do not get the sums that others have", "allreduce", sums_not_shared, 2),
+    Mutation("a late worker's state lacks an update", "allreduce", state_without_a_bucket, 3),
+    Mutation("an agreement ends before the last member's word", "allreduce", barrier_opens_early, 1),
+    Mutation("an agreement gives the last value, not the largest", "allreduce", newest_value_not_largest, 2),
+    Mutation("an agreement about an old view goes on", "allreduce", stale_view_believed, 6),
+    Mutation("the others are not told who is back", "allreduce", member_forgotten, 3),
+    Mutation("means are divided by the workers that there were", "averaging", mean_divided_wrongly, 2),
+    Mutation("an average counts before all have it", "averaging", average_counts_for_some, 2),
+    Mutation("a late worker begins without the outer momentum", "averaging-outer", state_without_momentum, 3),
+    Mutation("a bucket is mixed twice", "gossip", bucket_mixed_twice, 1),
+    Mutation("a bucket that has come is not mixed", "gossip-hypercube", bucket_not_mixed, 1),
+    Mutation("a dead host is believed to be alive", "gossip", dead_host_believed, 2),
+    Mutation("a view shows a lost worker as if it were there", "averaging-elastic", lost_member_shown, 2),
+    Mutation("the loss of a member is waited for without end", "averaging-elastic", loss_not_noticed, 2),
+    Mutation("an FC server applies a step twice", "merged-fc", fc_update_twice, 1),
+    Mutation("a record of the launcher's journal is skipped", "allreduce", record_skipped, 16),
+    Mutation("what a broken connection has lost is not sent again", "groups", message_not_sent_again, 2),
+)

@@ -1,0 +1,64 @@
+"""Let a host leave an elastic run while it trains: its workers end, and others train what they have begun."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zmqtrain.errors import UsageError
+from zmqtrain.membership.agent_link import WITHDRAW
+from zmqtrain.membership.barrier import name_some
+from zmqtrain.topology.elastic import why_not_elastic
+from zmqtrain.topology.suggest import did_you_mean
+from zmqtrain.waiting import in_time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zmqtrain.membership.coordinator import Coordinator
+    from zmqtrain.membership.view import View
+    from zmqtrain.net.endpoint import Endpoint
+    from zmqtrain.topology.placement import Placement
+    from zmqtrain.topology.schema import Topology
+
+
+def check_drain(host: str, topology: Topology, placement: Placement, view: View) -> None:
+    """Raises `UsageError`, with the reason, if the run cannot continue without ``host``, or has no such host."""
+    if host not in placement.hosts:
+        meant = did_you_mean(host, placement.hosts)
+        known = f"did you mean {meant}?" if meant else f"it has {name_some(list(placement.hosts))}"
+        raise UsageError(f"the run has no host {host}: {known}")
+    if not topology.elastic:
+        why = why_not_elastic(topology)
+        reason = "it is elastic only with elastic = true" if why is None else why[0]
+        raise UsageError(f"the run cannot continue without {host}: {reason}")
+    if f"agent/{host}" not in view.members:
+        raise UsageError(f"{host} is not in the run: it has no role, has left, or was lost")
+    others = [role.peer for role in placement.of_host(host) if role.kind != "worker"]
+    if others:
+        raise UsageError(f"the run cannot continue without {host}: {', '.join(others)} runs there")
+    if not any(member.host != host for member in view.workers()):
+        raise UsageError(f"the run cannot continue without {host}: it has no worker on another host")
+
+
+async def drain(
+    host: str,
+    endpoint: Endpoint,
+    coordinator: Coordinator,
+    topology: Topology,
+    placement: Placement,
+    say: Callable[[str], None],
+) -> str:
+    """Ask ``host`` to leave, and wait until it has. Returns what happened, for the user.
+
+    Raises `UsageError` if the run cannot continue without it, and `ConnectivityError` if it does not leave in time."""
+    if not coordinator.running.is_set():
+        raise UsageError(f"{host} cannot leave yet: not all members of the run have joined")
+    check_drain(host, topology, placement, coordinator.view)
+    workers = sum(role.kind == "worker" for role in placement.of_host(host))
+    count = "its worker ends" if workers == 1 else f"its {workers} workers end"
+    say(f"{host} is asked to leave: {count}, and others train what is left")
+    timeouts, agent = topology.job.timeouts, f"agent/{host}"
+    await endpoint.request(agent, WITHDRAW, timeout=timeouts.request_s)
+    async with in_time(agent, "its roles to end", timeouts.grace_s + timeouts.lost_s):
+        went_on = await coordinator.until(lambda view: agent not in view.members)
+    return f"{host} has left the run" if went_on else "the run has ended"
