@@ -83,7 +83,7 @@ class Rows:
             self._slow.add(peer, values)
         elif event["kind"] == "lost":
             self._lost.add(peer)
-        elif event["kind"] == "step":
+        elif event["kind"] == "join":  # not its steps, of which the last ones may come late
             self._lost.discard(peer)
         row = self.groups.get(self._group_of.get(peer, -1))
         if event["kind"] != "step" or row is None:
