@@ -130,3 +130,11 @@ def test_random_losses_break_nothing(seed: int) -> None:
     servers = draw.choice((2, 3, 4))
     job = draw.choice(("", "eval_every = 5", "checkpoint_every = 4\neval_every = 6"))
     run(faults_of(draw, servers), POLICIES[seed % len(POLICIES)], seed=seed, servers=servers, epochs=draw.random() < 0.5, job=job)
+
+
+def test_it_ends_although_the_last_checkpoint_is_late_on_disk() -> None:
+    """The server that has taken over writes two parts; the other one has ended before the second is on disk."""
+    result, took = run([kill("server/1", at=0.012)], '"sync"', servers=2, job="checkpoint_every = 3")
+    assert result.ending.status == "done"
+    assert took == [("server/0", 1)]
+    assert result.seconds < 1
