@@ -55,6 +55,8 @@ class Shard:
     """The pieces, by index."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Staleness -> the number of gradients that had it."""
+    batches: Counter[int] = field(default_factory=Counter)
+    """Piece -> the number of batches that count in it."""
     last_staleness: dict[tuple[int, int], int] = field(default_factory=dict)
     """(group, piece) -> the tag of its last push."""
     sensors: Sensors = field(default_factory=Sensors)
@@ -86,6 +88,8 @@ class Shard:
     def count(self, update: Update) -> int:
         """Count the staleness of an update's gradients. Returns the piece's version after the update."""
         after = self.entries[update.piece].version
+        if not update.passed_over:
+            self.batches[update.piece] += len(update.reads) - len(update.skipped)
         for group, _, version in update.reads:
             staleness = after - 1 - version
             self.staleness[staleness] += 1
@@ -102,6 +106,8 @@ class Shard:
             momentum_updates=seen,
             updates=self.updates,
             pushes=sum(self.staleness.values()),
+            batches=min((self.batches[piece] for piece in self.entries), default=None),
+            batches_most=max((self.batches[piece] for piece in self.entries), default=None),
             **staleness_values(self.staleness),
         )
 

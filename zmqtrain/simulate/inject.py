@@ -27,6 +27,8 @@ class Injector:
         self._tasks: asyncio.TaskGroup | None = None
         self.agents: list[asyncio.Task[None]] = []
         """The lives of agents that were started again."""
+        self.over = False
+        """Whether the run has ended: nothing is started again."""
         self.done: list[Fault] = []
         """The faults injected so far."""
 
@@ -130,7 +132,7 @@ class Injector:
         """The machine is there again, and something outside the run starts an agent on it."""
         assert self._plan is not None
         agent = f"agent/{host}"
-        if not self._cluster.processes[agent].tasks:  # otherwise another fault has done so already
+        if not self.over and not self._cluster.processes[agent].tasks:  # otherwise another fault has done so already
             life = be_host(self._plan, host)
             # The run may refuse it, which is no failure of the run.
             life.add_done_callback(lambda task: task.cancelled() or task.exception())
