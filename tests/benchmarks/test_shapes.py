@@ -19,6 +19,7 @@ from zmqtrain.simulate.explore import try_seed
         ("averaging-elastic", 43),  # a host comes back after the end
         ("groups", 22),  # a host is cut off while the run fails
         ("allreduce", 81),  # a worker is lost before all have joined
+        ("groups", 95),  # a host comes back when the run has ended without it
         ("groups", 3),  # the launcher dies before all know that all have joined
         ("servers-sync", 4),
         ("grid", 2),

@@ -188,7 +188,8 @@ class RunRecord:
     def write_up(self, ending: Ending, seconds: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write and show how the run ended, and close its directory. ``more`` is added to the summary, which is returned."""
         directory = self._directory
-        account = self._account.to_dict(self._topology, done=ending.status == "done")
+        # A script's batches are its own.
+        account = None if self._script else self._account.to_dict(self._topology, done=ending.status == "done")
         summary = {
             "name": self._topology.job.name,
             "status": ending.status,

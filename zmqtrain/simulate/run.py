@@ -239,8 +239,7 @@ class Simulation:
                 await close()
         else:
             succession = Succession(cluster.network, begin, deaths, partial(self._launcher_died, injector))
-            outcome = await succession.run()
-            await self._wait_for_agents(cluster, agents, injector)
+            outcome = await succession.run(lambda: self._wait_for_agents(cluster, agents, injector))
             self.launchers, self.records = succession.launchers, succession.records
         injecting[0].cancel()
         await asyncio.wait(injecting)
