@@ -377,7 +377,7 @@ EVENTS: Mapping[str, tuple[str, str]] = {
         "see [tuning](../tuning.md#with-look_ahead--none); of a server `fitted`, `updates`",
     ),
     "load": (
-        "A model server: what it has handled since its previous one, every two seconds while it has work",
+        "A model server or FC server: what it has handled since its previous one, every two seconds while it has work",
         "`seconds`, `messages`, `bytes`, `busy` (share of the time), `waiting` (messages behind the one that it takes, mean), "
         "`waiting_most`",
     ),

@@ -24,6 +24,7 @@ MAY = {
     "train/device/threads.py": "is a part of real devices",
     "plan/measure/": "measures this machine",
     "cli/": "is for people, who live in real time",
+    "launcher/asked.py": "waits in a command for another process's answer, without a loop",
     "launcher/detached.py": "waits for a real process, without a loop",
     "launcher/ssh/supervisor.py": "is part of a program of its own, on a real machine",
     "launcher/run.py": "starts real processes, and makes the secret that they share",

@@ -205,6 +205,27 @@ def test_a_forked_process_has_its_own_copy(make: Make) -> None:
         os.close(end)
 
 
+def test_what_a_forked_process_maps_at_first_lies_elsewhere(make: Make) -> None:
+    """Before the pages get their places in it, as an allocator may: it would take the first gap that is large enough."""
+    mapped: list[mmap.mmap] = []
+    forking = [True]
+
+    def first() -> None:
+        if forking:
+            mapped.append(mmap.mmap(-1, 1 << 20))
+            mapped[0][:4] = b"mine"
+
+    os.register_at_fork(after_in_child=first)
+    adoptions = make()
+    flat = torch.full((1 << 22,), 1.0)
+    assert adopt(adoptions, flat) is not None
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if mapped[0][:4] == b"mine" and bool((flat[:: 1 << 10] == 1).all()) else 1)
+    forking.clear()
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 def test_others_only_read(make: Make) -> None:
     adoptions = make()
     flat = torch.arange(NUMEL, dtype=torch.float32)

@@ -21,6 +21,21 @@ def test_a_barrier_opens_when_all_are_there() -> None:
         assert table.answers[other] is None
 
 
+def test_a_barrier_of_all_is_for_those_who_are_left() -> None:
+    """Also for those who come after the loss, and with another name for the same."""
+    table = Table(members(workers=4, servers=0, hosts=4), elastic=True)
+    table.join_all()
+    first = [table.ask("barrier", f"worker/{n}", "epoch", None) for n in (0, 1)]
+    table.exited("worker/3", -9, agent="agent/h3")
+    assert not set(first) & set(table.answers)
+    refused = table.ask("barrier", "worker/3", "epoch", None)
+    assert isinstance(table.error(refused), ProtocolError)
+    last = table.ask("barrier", "worker/2", "epoch", None)
+    assert all(table.answers[ticket] is None for ticket in (*first, last))
+    rest = [table.ask("barrier", f"worker/{n}", "epoch", None) for n in range(3)]
+    assert all(table.answers[ticket] is None for ticket in rest)
+
+
 def test_a_barrier_that_takes_too_long_names_who_is_missing() -> None:
     table = Table(members(workers=3))
     table.join_all()

@@ -30,6 +30,24 @@ def test_roles_wait_for_the_complete_view_and_agents_do_not() -> None:
     assert table.roster.state is State.RUNNING
 
 
+def test_an_agent_is_told_of_the_others_only_when_all_have_joined() -> None:
+    """To tell each of a thousand agents of all that have come before it would take minutes."""
+    table = Table(members(workers=4, servers=0, hosts=2))
+    table.join("worker/0")
+    assert [each["peer"] for each in table.answers[table.join("agent/h0")]["members"]] == ["agent/h0"]
+    assert [each["peer"] for each in table.answers[table.join("agent/h1")]["members"]] == ["agent/h1"]
+    table.join_all()
+    assert len(table.answers[table.join("agent/h1")]["members"]) == 6
+
+
+def test_all_who_waited_for_the_view_get_one_object() -> None:
+    """Which is packed once."""
+    table = Table(members(workers=4, servers=0))
+    tickets = table.join_all()
+    views = [table.answers[ticket] for ticket in tickets[1:]]
+    assert all(view is views[0] for view in views)
+
+
 def test_a_heartbeat_that_a_join_has_overtaken_does_not_lose_the_role() -> None:
     table = Table(members())
     table.join_all()

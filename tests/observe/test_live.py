@@ -53,6 +53,16 @@ def test_staleness_of_every_kind_of_exchange_can_be_shown(staleness: Any, capsys
     assert ("staleness" in capsys.readouterr().out) is bool(staleness == 0.0 or staleness)
 
 
+def test_a_group_without_workers_no_longer_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlainView({"worker/0": 0, "worker/1": 1}, every_steps=1)
+    view.event({**event(1, 0), "kind": "lost", "values": {"reason": "gone"}}, 0.0)
+    view.event(event(1, 2), 0.0)  # comes late
+    view.event(event(0, 4), 0.0)
+    view.event({**event(1, 0), "kind": "join", "values": {"late": True}}, 0.0)
+    view.event(event(0, 5), 0.0)
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["0", "5", "3..6"]
+
+
 def test_progress_every_so_many_steps(capsys: pytest.CaptureFixture[str]) -> None:
     view = PlainView(GROUPS, every_steps=10)
     for step in range(30):

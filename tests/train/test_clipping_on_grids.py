@@ -23,7 +23,7 @@ STEPS, BATCH, LIMIT = 4, 8, 0.2
 EXCHANGES: dict[str, dict[str, Any]] = {
     "allreduce": {"kind": "allreduce"},
     "sync": {"kind": "model_server", "staleness": "sync", "shards": 1},
-    "sync shards": {"kind": "model_server", "staleness": "sync", "shards": 3, "split_size": 128},
+    "sync shards": {"kind": "model_server", "staleness": "sync", "shards": 3, "split_size": 2048},
     "bound": {"kind": "model_server", "staleness": {"bound": 1}, "shards": 2},
     "async": {"kind": "model_server", "staleness": "async"},
     "gossip": {"kind": "gossip", "gossip": {"granularity": "batch"}},

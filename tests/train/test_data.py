@@ -29,7 +29,7 @@ from zmqtrain.data.draws import drawn_from
 from zmqtrain.data.partition import Partition
 from zmqtrain.train.random_state import seed_everything
 
-SAMPLES, STEP, STEPS = 40, 16, 5
+SAMPLES, STEP, STEPS = 40, 16, 3
 _random = torch.Generator().manual_seed(3)
 X = torch.randn(SAMPLES, 6, generator=_random).double()
 Z = torch.randn(SAMPLES, 6, generator=_random).double()

@@ -14,11 +14,11 @@ from tests.train.test_clipping_on_grids import network, whole
 from tests.train.test_divided import data_of
 from tests.train.world import Recipe, Run, run, topology_of
 
-HALF, STEPS = 3, 6
+HALF, STEPS = 3, 5
 
 EXCHANGES: dict[str, tuple[int, dict[str, Any]]] = {
     "allreduce": (2, {"kind": "allreduce"}),
-    "sync": (2, {"kind": "model_server", "staleness": "sync", "shards": 3, "split_size": 128}),
+    "sync": (2, {"kind": "model_server", "staleness": "sync", "shards": 3, "split_size": 2048}),
     "async": (1, {"kind": "model_server", "staleness": "async"}),
     "gossip": (2, {"kind": "gossip"}),
     "mean": (2, {"kind": "averaging", "every": 2}),

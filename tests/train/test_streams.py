@@ -220,22 +220,22 @@ async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(data: Any, a
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("at", [1, 3, 4, 6])
-async def test_parts_of_streams_are_resumed_to_the_bit(at: int, workers: int, tmp_path: Path) -> None:
+async def test_parts_of_streams_are_resumed_to_the_bit(workers: int, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"shard": divided, "num_workers": workers}
-    whole, again = Trained(lambda: Numbers(44), **fields), Trained(lambda: Numbers(44), **fields)
+    whole = Trained(lambda: Numbers(44), **fields)
     first = await train(whole, steps=8, checkpoint_every=1, keep_checkpoints=20, folder=tmp_path)
-    resumed = await train(again, steps=8, folder=tmp_path / "again", resume=tmp_path / f"step-{at:08d}")
     assert not first.errors
-    assert not resumed.errors
-    for peer in ("worker/0", "worker/1"):
-        assert whole.seen[peer][at:] == again.seen[peer]
-        assert first.losses(peer)[at:] == resumed.losses(peer)
-    if at == 3:
-        other = Trained(lambda: Numbers(44), shard=divided, num_workers=3 - workers)
-        wrong = await train(other, steps=8, folder=tmp_path / "other", resume=tmp_path / f"step-{at:08d}")
-        refused = [error for error in wrong.errors.values() if isinstance(error, CheckpointError)]
-        assert refused, wrong.errors  # the other worker may hear that its peer is gone before it has read its own part
+    for at in (1, 3, 4, 6):
+        again = Trained(lambda: Numbers(44), **fields)
+        resumed = await train(again, steps=8, folder=tmp_path / f"again {at}", resume=tmp_path / f"step-{at:08d}")
+        assert not resumed.errors
+        for peer in ("worker/0", "worker/1"):
+            assert whole.seen[peer][at:] == again.seen[peer]
+            assert first.losses(peer)[at:] == resumed.losses(peer)
+    other = Trained(lambda: Numbers(44), shard=divided, num_workers=3 - workers)
+    wrong = await train(other, steps=8, folder=tmp_path / "other", resume=tmp_path / "step-00000003")
+    refused = [error for error in wrong.errors.values() if isinstance(error, CheckpointError)]
+    assert refused, wrong.errors  # the other worker may hear that its peer is gone before it has read its own part
 
 
 async def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:

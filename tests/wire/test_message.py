@@ -35,6 +35,7 @@ from zmqtrain.wire.message import (
     encode_header,
     open_body,
     pack_value,
+    packed_value,
     unpack_value,
 )
 from zmqtrain.wire.phantom import PhantomPayload
@@ -428,3 +429,12 @@ def test_importing_wire_does_not_import_torch() -> None:
     modules = [path.stem for path in Path(zmqtrain.wire.__file__).parent.glob("*.py") if path.stem != "__init__"]
     code = "".join(f"import zmqtrain.wire.{module}\n" for module in modules) + "import sys\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_value_is_packed_once_for_all_who_get_it() -> None:
+    payload = ValuePayload({"a": [1, 2]})
+    first = packed_value(payload)
+    assert packed_value(payload) is first
+    assert unpack_value(first) == payload.meta
+    payload.meta = "another"
+    assert unpack_value(packed_value(payload)) == "another"

@@ -43,9 +43,9 @@ USES = 3
 #: Tensors whose uses are counted, the newest.
 _MOST_COUNTED = 256
 _NAME = "zmqtrain-adopted"
-_FIXED = 0x10  # MAP_FIXED and MADV_DONTFORK of Linux, which Python's mmap does not have
+_FIXED = 0x10  # MAP_FIXED and advice to madvise of Linux, which Python's mmap does not have
 _POPULATE = 0x8000
-_DONTFORK = 10
+_DONTFORK, _DOFORK = 10, 11
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -189,10 +189,13 @@ class Adoptions:
                 continue
             copy = mmap.mmap(-1, each.end - each.start, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             ctypes.memmove((ctypes.c_char * len(copy)).from_buffer(copy), each.start, len(copy))
+            # The child inherits them, until `_after_in_child`: what it maps before that would lie in their place, and be lost.
+            _libc.madvise(each.start, len(copy), _DOFORK)
             self._copies.append((each.start, copy))
 
     def _after_in_parent(self) -> None:
-        for _, copy in self._copies:
+        for address, copy in self._copies:
+            _libc.madvise(address, len(copy), _DONTFORK)
             copy.close()
         self._copies.clear()
         self._lock.release()

@@ -46,6 +46,11 @@ class Barrier:
     """The largest value that members have given."""
 
     @property
+    def complete(self) -> bool:
+        """Whether all members have arrived."""
+        return len(self.waiting) >= len(self.members) and not self.missing
+
+    @property
     def missing(self) -> list[PeerId]:
         """The members that have not arrived."""
         return [peer for peer in self.members if peer not in self.waiting]
@@ -56,7 +61,7 @@ class Barrier:
         """A member has arrived."""
         if self.of_all:
             self.members = members
-        if members != self.members:
+        if members is not self.members and members != self.members:
             message = f"{peer} calls the barrier {self.name!r} with a different set of members than those that already wait there"
             return [Refuse(ticket, ProtocolError(message))]
         if peer in self.waiting:
@@ -69,7 +74,7 @@ class Barrier:
         return self._maybe_open()
 
     def _maybe_open(self) -> list[Action]:
-        if self.missing:
+        if not self.complete:
             return []
         reason = f"all {len(self.members)} members have reached {self.name!r}"
         return [Answer(waiting, self.largest, reason) for waiting in self.waiting.values()]
@@ -128,6 +133,11 @@ class Barriers:
             if len(self._opened) > MOST_REMEMBERED:
                 del self._opened[next(iter(self._opened))]
 
+    def is_for(self, name: str, members: tuple[PeerId, ...]) -> bool:
+        """Whether this barrier is open, and the first member has come with this very tuple (a copy would have to be compared)."""
+        barrier = self._open.get(name)
+        return barrier is not None and barrier.members is members
+
     def arrive(
         self,
         peer: PeerId,
@@ -148,7 +158,7 @@ class Barriers:
                 return [Refuse(ticket, UsageError(f"too many barriers are open ({len(self._open)}), or the name is too long"))]
             barrier = self._open[name] = Barrier(name, members, now + self._timeout_s, self._timeout_s, version, of_all)
         actions = barrier.arrive(peer, members, ticket, value, call)
-        if not barrier.missing:
+        if barrier.complete:
             del self._open[name]
             self._note_opened(barrier)
         return actions
@@ -159,7 +169,7 @@ class Barriers:
         for barrier in [barrier for barrier in self._open.values() if peer in barrier.members]:
             if barrier.of_all:
                 actions += barrier.go_on_without(peer)
-                if barrier.missing:
+                if not barrier.complete:
                     continue
                 self._note_opened(barrier)
             else:

@@ -32,7 +32,8 @@ from zmqtrain.net.address import key_in
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.timeouts import Timeouts
-from zmqtrain.wire.payload import Value
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.value import ValuePayload
 from zmqtrain.world import random_bits
 
 #: ``on_event(kind, values)``: an event of the membership; ``values["reason"]`` says why.
@@ -100,6 +101,7 @@ class Coordinator:
         self._outboxes: dict[PeerId, _Outbox] = {}
         self._pushers: dict[PeerId, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
+        self._answer: tuple[Value, Payload] = None, ValuePayload()  # the newest one: its value, and what was sent
         self._changed = asyncio.Event()
         self._moved = asyncio.Event()  # set at the next decision, and replaced
         if ledger is not None:
@@ -318,17 +320,19 @@ class Coordinator:
         finally:
             del self._waiting[ticket]
 
-    async def _serve_join(self, caller: PeerId, incarnation: Value, address: Value) -> Value:
+    async def _serve_join(self, caller: PeerId, incarnation: Value, address: Value) -> Payload:
         if not isinstance(incarnation, int) or not isinstance(address, str):
             raise ProtocolError(f"{caller} joins with a wrong incarnation or address")
         self._check_key(caller, address)
         joined = await self._decide(lambda ticket: self._roster.handle_join(caller, incarnation, address, ticket, self._now()))
         return self._signed(joined)
 
-    def _signed(self, value: Value) -> Value:
-        """An answer that says which process has given it."""
+    def _signed(self, value: Value) -> Payload:
+        """An answer that says which process has given it. All who get the same value get one payload, which is packed once."""
         assert isinstance(value, dict)
-        return {**value, "leader": self._leader}
+        if self._answer[0] is not value:
+            self._answer = value, ValuePayload({**value, "leader": self._leader})
+        return self._answer[1]
 
     def _check_key(self, caller: PeerId, address: str) -> None:
         """Addresses in views must contain the peer's key if connections are encrypted, and only then."""
@@ -339,7 +343,7 @@ class Coordinator:
         if (key is None) != (key_in(self._endpoint.address) is None):
             raise ProtocolError(f"{caller} {'does not encrypt' if key is None else 'encrypts'}, unlike this run")
 
-    async def _serve_again(self, caller: PeerId, incarnation: Value, address: Value) -> Value:
+    async def _serve_again(self, caller: PeerId, incarnation: Value, address: Value) -> Payload:
         if not isinstance(incarnation, int) or not isinstance(address, str):
             raise ProtocolError(f"{caller} comes back with a wrong incarnation or address")
         return self._signed(await self._decide(lambda ticket: self._roster.handle_again(caller, incarnation, ticket, self._now())))

@@ -88,6 +88,7 @@ class Roster:
         self._joining: dict[PeerId, Ticket] = {}  # roles that wait for the complete view
         self._barriers = Barriers(timeouts.barrier_s)
         self._version = 0
+        self._everyone: tuple[tuple[int, bool], tuple[PeerId, ...]] = (-1, False), ()
         self._complete = False
         self._join_deadline = now + timeouts.join_s
         self._last_tick = now
@@ -183,19 +184,22 @@ class Roster:
         if changed:
             self._version += 1
             values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": without_key(address)}
-            reason = f"{peer} joined ({len(self._members.here())} of {len(self._members)})"
+            reason = f"{peer} joined ({self._members.count_here()} of {len(self._members)})"
             actions += [Meet(peer, entry.member.address, reason), Note("join", values, reason)]
         if entry.member.is_role and not self._complete:
-            gone = next((other for other in self._members if other.gone), None)
+            gone = self._members.one_gone()
             if gone is not None:
                 error = PeerLostError(gone.member.peer, gone.reason, waiting_for="all members to join")
                 return [*actions, Refuse(ticket, error)]
             actions += self._refuse_join(peer, ProtocolError(f"{peer} has asked again"))
             self._joining[peer] = ticket
             return actions + self._maybe_complete()
+        # An agent needs no other members: to tell each of the thousands that have come so far would take minutes.
+        alone = entry.member.kind == "agent" and not self._complete
+        known = View(self._version, False, {peer: entry.member}, {}) if alone else self.view()
         return [
             *actions,
-            Answer(ticket, self.view().to_value(), f"{peer} does not have to wait for others"),
+            Answer(ticket, known.to_value(), f"{peer} does not have to wait for others"),
             *self._maybe_complete(),
         ]
 
@@ -292,12 +296,21 @@ class Roster:
         error = self._may_not(peer)
         if error is not None:
             return [Refuse(ticket, error)]
-        workers = [other for other in self._members.of_kind("worker") if not self._elastic or other.here]
-        who = tuple([other.member.peer for other in workers] if members is None else sorted(set(members)))
-        refused = self._not_all_here(peer, who, f"the barrier {name!r}")
-        if refused is not None:
-            return [Refuse(ticket, refused)]
+        who = self._all_workers() if members is None else tuple(sorted(set(members)))
+        # A member that is lost ends an open barrier, or is left out: then there is another tuple. So thousands need one check.
+        if not (peer.startswith("worker/") and members is None and self._barriers.is_for(name, who)):
+            refused = self._not_all_here(peer, who, f"the barrier {name!r}")
+            if refused is not None:
+                return [Refuse(ticket, refused)]
         return self._barriers.arrive(peer, name, who, ticket, now, of_all=self._elastic and members is None, call=call)
+
+    def _all_workers(self) -> tuple[PeerId, ...]:
+        """The members of a barrier of all workers; the same object until the members change."""
+        key = self._version, self._elastic
+        if self._everyone[0] != key:
+            workers = self._members.of_kind("worker")
+            self._everyone = key, tuple(other.member.peer for other in workers if not self._elastic or other.here)
+        return self._everyone[1]
 
     def handle_needs_all(self, peer: PeerId, reason: str) -> list[Action]:
         """A worker says that this run cannot continue without any of them, although its topology allows it."""
@@ -523,7 +536,7 @@ class Roster:
         return [] if ticket is None else [Discard(ticket, reason)]
 
     def _maybe_complete(self) -> list[Action]:
-        if self.state is not State.JOINING or len(self._members.here()) < len(self._members):
+        if self.state is not State.JOINING or self._members.count_here() < len(self._members):
             return []
         self._complete = True
         self._version += 1

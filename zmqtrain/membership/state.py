@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -43,7 +44,9 @@ class Entry:
     """What the coordinator knows about one member."""
 
     member: Member
-    presence: Presence = Presence.EXPECTED
+    counts: Counter[Presence]
+    """Of all entries of a table, which keep it up to date."""
+    _presence: Presence = Presence.EXPECTED
     incarnation: int = 0
     exited: bool = False
     reason: str = ""
@@ -51,6 +54,20 @@ class Entry:
     """Whether the newest heartbeat of its agent, since it has joined, did not name it."""
     cut: tuple[float, str] | None = None
     """When and why its link was lost, although its agent sees its process."""
+
+    def __post_init__(self) -> None:
+        self.counts[self._presence] += 1
+
+    @property
+    def presence(self) -> Presence:
+        """Whether it has joined, and is still there."""
+        return self._presence
+
+    @presence.setter
+    def presence(self, presence: Presence) -> None:
+        self.counts[self._presence] -= 1
+        self.counts[presence] += 1
+        self._presence = presence
 
     def welcome(self, incarnation: int, address: str, *, ready: bool = True) -> None:
         """The member has joined."""
@@ -77,9 +94,14 @@ class MemberTable:
     """All peers that are expected or have joined, including observers, with what is known about each."""
 
     def __init__(self, expected: Iterable[Member]) -> None:
-        self._entries = {member.peer: Entry(member) for member in expected}
+        self._counts = Counter[Presence]()
+        self._entries = {member.peer: Entry(member, self._counts) for member in expected}
         self.agents = {entry.member.host: entry for entry in self if entry.member.kind == "agent"}
         """Agents by host."""
+        self._roles: dict[str, list[Entry]] = {}
+        for entry in self:
+            if entry.member.is_role:
+                self._roles.setdefault(entry.member.host, []).append(entry)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
@@ -93,16 +115,25 @@ class MemberTable:
 
     def add(self, member: Member) -> Entry:
         """Add a member that was not expected."""
-        entry = self._entries[member.peer] = Entry(member)
+        entry = self._entries[member.peer] = Entry(member, self._counts)
         return entry
 
     def remove(self, peer: PeerId) -> None:
         """Forget the member, as if it had never existed."""
-        del self._entries[peer]
+        self._counts[self._entries.pop(peer).presence] -= 1
 
     def of_kind(self, *kinds: MemberKind) -> list[Entry]:
         """All members of these kinds."""
         return [entry for entry in self if entry.member.kind in kinds]
+
+    def count_here(self) -> int:
+        """How many have joined and are still in the run."""
+        return self._counts[Presence.HERE]
+
+    def one_gone(self) -> Entry | None:
+        """One that will never join (again), if there is any."""
+        none = not self._counts[Presence.LEFT] + self._counts[Presence.LOST]
+        return None if none else next((entry for entry in self if entry.gone), None)
 
     def here(self) -> list[Entry]:
         """All members that have joined and are still in the run."""
@@ -110,7 +141,7 @@ class MemberTable:
 
     def roles_of(self, host: str) -> list[Entry]:
         """The workers and servers of one host."""
-        return [entry for entry in self if entry.member.is_role and entry.member.host == host]
+        return list(self._roles.get(host, ()))
 
     def ended(self, entry: Entry) -> bool:
         """Whether a role's process has ended, as far as its agent can tell."""

@@ -35,6 +35,7 @@ from zmqtrain.merged_fc.messages import (
 from zmqtrain.merged_fc.queue import Applied, EvaluationTurn, FcQueue, Turn, WorkerPlace
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.background import Background, Refusals
+from zmqtrain.server.load import Load
 from zmqtrain.server.staleness import staleness_values
 from zmqtrain.waiting import task_group, together
 from zmqtrain.wire.payload import Payload, Value
@@ -165,13 +166,21 @@ class FcServer:
     # Turns.
 
     async def _compute(self) -> None:
+        clock = asyncio.get_running_loop().time
+        load = Load(clock())
         while True:
             async with self._turn:
                 turn = self._queue.next(training=self._held_by is None)
                 if isinstance(turn, EvaluationTurn):
                     await self._evaluate(turn)
                 elif turn is not None:
+                    parts = self._parts[turn.group, turn.step, turn.micro_batch].values()
+                    began, nbytes = clock(), sum(tensor.nbytes for part in parts for tensor in part.tensors)
+                    del parts
                     await self._train(turn)
+                    told = load.handled(began, clock(), waiting=len(self._parts), nbytes=nbytes)
+                    if told is not None:
+                        self._recorder.event("load", **told)
             if turn is None:
                 self._more.clear()
                 await self._more.wait()

@@ -78,7 +78,7 @@ class Monitor:
 
 class CallMonitor:
     """Reports changes of a DEALER's connection: ``changed(up)``, and ``failed(trouble, over)`` if the handshake fails;
-    ``over``: ZeroMQ does not try again."""
+    no ``trouble``: for a reason that this end does not see. ``over``: ZeroMQ does not try again."""
 
     def __init__(
         self,
@@ -87,13 +87,12 @@ class CallMonitor:
         *,
         encrypted: bool,
         changed: Callable[[bool], None],
-        failed: Callable[[Trouble, bool], None],
+        failed: Callable[[Trouble | None, bool], None],
     ) -> None:
         self._encrypted, self._changed, self._failed = encrypted, changed, failed
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         events |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        if encrypted:  # in plain text this means only that the connection broke early
-            events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         self._monitor = Monitor(loop, dealer, events, self._heard)
 
     def _heard(self, events: list[tuple[int, int]]) -> None:
@@ -106,7 +105,8 @@ class CallMonitor:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._failed(Trouble.UNLISTED, True)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._failed(Trouble.OTHER_KEY, False)
+            # In plain text the connection broke early: perhaps since the other end was the first to see that the two do not fit.
+            self._failed(Trouble.OTHER_KEY if self._encrypted else None, False)
         elif value == _MISMATCH:
             self._failed(Trouble.PLAIN if self._encrypted else Trouble.ENCRYPTED, True)
         else:

@@ -187,7 +187,7 @@ class _Ear:
         if self.open:
             self._receiver.on_link_down(peer)
 
-    def on_trouble(self, peer: PeerId, trouble: Trouble) -> None:
+    def on_trouble(self, peer: PeerId, trouble: Trouble | None) -> None:
         if self.open:
             self._receiver.on_trouble(peer, trouble)
 

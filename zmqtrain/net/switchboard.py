@@ -248,9 +248,10 @@ class Switchboard:
             link.link_down(self._loop.time())
             self._arm(link)
 
-    def on_trouble(self, peer: PeerId, trouble: Trouble) -> None:
+    def on_trouble(self, peer: PeerId, trouble: Trouble | None) -> None:
         link, identity = self._links.get(peer), self._settings.identity
-        if link is None:
+        trouble = trouble or self._troubles.of(peer)
+        if link is None or trouble is None:
             return
         if trouble is Trouble.UNLISTED and (identity is None or identity.joins(link.handshake.address)):
             log.warning("%s is not admitted by %s: it has another run token", self._peer, peer)

@@ -24,8 +24,9 @@ class Receiver(Protocol):
     def on_link_down(self, peer: PeerId) -> None:
         """The connection broke; the transport tries to renew it until `Transport.disconnect`."""
 
-    def on_trouble(self, peer: PeerId, trouble: Trouble) -> None:
-        """An attempt to connect to the peer failed for this reason; the transport keeps trying."""
+    def on_trouble(self, peer: PeerId, trouble: Trouble | None) -> None:
+        """An attempt to connect to the peer failed for this reason, or for one that this end did not see; the transport keeps
+        trying."""
 
     def on_intruder(self, intrusion: Intrusion, origin: str) -> None:
         """A caller was not admitted. ``origin``: where it came from, or empty."""

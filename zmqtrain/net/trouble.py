@@ -74,6 +74,10 @@ class Troubles:
         self._known.pop(peer, None)
         self._told.pop(peer, None)
 
+    def of(self, peer: PeerId) -> Trouble | None:
+        """What is wrong with the peer, if anything is known."""
+        return self._known[peer][0] if peer in self._known else None
+
     def why(self, peer: PeerId) -> str:
         """What is wrong with the peer, in words; empty if nothing."""
         return self._known[peer][0].value if peer in self._known else ""

@@ -41,7 +41,7 @@ MAX_TTL_MS = 6_553_599
 #: The mark of the control lane's packets, "low delay": in a queue with priorities before a slow link they pass tensors.
 URGENT_TOS = 0x10
 #: The number of connections that may wait to be accepted; with ZeroMQ's default of 100, further ones try again after a second.
-BACKLOG = 1024
+BACKLOG = 4096
 #: How a socket for both IP versions writes an IPv4 address.
 IPV4_AS_IPV6 = "::ffff:"
 #: Sockets of one context: six per peer (two DEALERs, and two monitors with two ends each).
@@ -180,7 +180,7 @@ class ZeroMQTransport:
         if self._receiver is not None and self._wires.get(peer) is wire:
             self._receiver.on_link_down(peer)
 
-    def trouble(self, peer: PeerId, wire: _Wire, trouble: Trouble) -> None:
+    def trouble(self, peer: PeerId, wire: _Wire, trouble: Trouble | None) -> None:
         if self._receiver is not None and self._wires.get(peer) is wire:
             self._receiver.on_trouble(peer, trouble)
 
@@ -341,7 +341,7 @@ class _Wire:
             self._pause_s = LEAST_PAUSE_S
             self._transport.up(self._peer, self)
 
-    def _failed(self, lane: int, trouble: Trouble, over: bool) -> None:
+    def _failed(self, lane: int, trouble: Trouble | None, over: bool) -> None:
         """The handshake failed. ``over``: ZeroMQ does not try again, but the peer may accept later (a member that has not been told
         of this one yet), or be replaced."""
         if over and lane not in self._again:

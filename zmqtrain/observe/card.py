@@ -46,8 +46,7 @@ def picture(state: Json) -> Picture:
 
 def lines(state: Json) -> list[str]:
     """The run in a few lines of text."""
-    told = ", ".join(each for each in figures(state) if not each.endswith(" -"))  # "-": nothing is known of it
-    return [f"{state['name']}: {state['status']['status']}", _progress(state), told, *alarms(state)]
+    return [f"{state['name']}: {state['status']['status']}", _progress(state), ", ".join(figures(state)), *alarms(state)]
 
 
 def html(state: Json, *, said: str = "") -> str:

@@ -60,16 +60,16 @@ class Rows:
     """The table's rows, as a fold of step events."""
 
     def __init__(self, group_of: Mapping[str, int]) -> None:
-        self.groups: dict[int, _GroupRow] = {}
         self.eval: dict[str, float] = {}
         self.progress = Progress()
         self._slow = SlowNow()
+        self._lost: set[str] = set()
         self.regroup(group_of)
 
     def regroup(self, group_of: Mapping[str, int]) -> None:
         """Set the workers, before any event."""
         self._group_of = group_of
-        self.groups = {group: _GroupRow() for group in sorted(set(group_of.values()))}
+        self.groups: dict[int, _GroupRow] = {group: _GroupRow() for group in sorted(set(group_of.values()))}
 
     def add(self, event: Mapping[str, Any], now: float) -> None:
         """Take an event of a role, or a line that stands for many."""
@@ -81,6 +81,10 @@ class Rows:
         peer = f"{event['role']}/{event['rank']}"
         if event["kind"] == "slow":
             self._slow.add(peer, values)
+        elif event["kind"] == "lost":
+            self._lost.add(peer)
+        elif event["kind"] == "join":  # not its steps, of which the last ones may come late
+            self._lost.discard(peer)
         row = self.groups.get(self._group_of.get(peer, -1))
         if event["kind"] != "step" or row is None:
             return
@@ -99,14 +103,19 @@ class Rows:
         if now - row.since >= 1.0:  # about once a second, so that the figure does not flicker
             row.rate, row.samples, row.since = row.samples / (now - row.since), 0, now
 
+    def there(self) -> dict[int, _GroupRow]:
+        """The groups of which some worker is there; all, if none is."""
+        left = {group for peer, group in self._group_of.items() if peer not in self._lost}
+        return {group: row for group, row in self.groups.items() if group in left} or self.groups
+
     @property
     def rate(self) -> float:
         """Samples per second over all groups."""
-        return sum(row.rate for row in self.groups.values())
+        return sum(row.rate for row in self.there().values())
 
     def line(self) -> str:
         """The whole status in one line."""
-        rows = self.groups.values()
+        rows = self.there().values()
         losses = [row.loss for row in rows if row.loss is not None]
         steps = [row.step for row in rows]
         step = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)}..{max(steps)}"
@@ -165,7 +174,7 @@ class TableView:
 
     def _render(self) -> Group:
         table = Table("group", "step", "loss", "samples/s", "exposed", "staleness", box=None, header_style="bold")
-        for number, row in self._rows.groups.items():
+        for number, row in self._rows.there().items():
             table.add_row(
                 str(number),
                 str(row.step),

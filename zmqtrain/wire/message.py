@@ -159,7 +159,7 @@ def describe(
     if isinstance(payload, PhantomPayload):
         return Header(PHANTOM, tag, sequence, message, payload.dtype, payload.shape, 0, payload.nbytes, payload.meta), ()
     assert isinstance(payload, ValuePayload)
-    packed = pack_value(payload.meta, limits)
+    packed = packed_value(payload, limits)
     if len(packed) <= limits.inline_value_bytes:
         return Header(VALUE, tag, sequence, message, meta=payload.meta), ()
     return Header(VALUE, tag, sequence, message, nbytes=len(packed), meta=crc32(packed)), (memoryview(packed),)
@@ -213,6 +213,13 @@ def pack_value(value: Value, limits: Limits = DEFAULT_LIMITS) -> bytes:
     if len(data) > limits.value_bytes:
         raise ValueError(f"the value takes {len(data)} bytes, above the limit of {limits.value_bytes}: send it as a tensor")
     return data
+
+
+def packed_value(payload: ValuePayload, limits: Limits = DEFAULT_LIMITS) -> bytes:
+    """The payload's value as bytes, made once: a view of thousands of members goes to each of them. Raises like `pack_value`."""
+    if payload.packed is None or payload.packed[0] is not payload.meta:
+        payload.packed = payload.meta, pack_value(payload.meta, limits)
+    return payload.packed[1]
 
 
 def unpack_value(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Value:

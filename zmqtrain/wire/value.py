@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class ValuePayload(WithoutMemory):
     """A small value. `dtype` is empty, there are no elements, and in-place methods take only other payloads without elements."""
 
-    __slots__ = ("meta",)
+    __slots__ = ("meta", "packed")
 
     meta: Value
     dtype: Final = ""
@@ -23,7 +23,10 @@ class ValuePayload(WithoutMemory):
     shape: Final[tuple[int, ...]] = ()
 
     def __init__(self, meta: Value = None) -> None:
+        """The content of ``meta`` must not change any more: the same payload may be sent to many."""
         self.meta = meta
+        self.packed: tuple[Value, bytes] | None = None
+        """A ``meta``, and the bytes that `zmqtrain.wire.message.packed_value` has made of it."""
 
     def part(self, start: int, stop: int) -> ValuePayload:
         if start or stop:

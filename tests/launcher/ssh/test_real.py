@@ -223,7 +223,7 @@ def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path, two: Machines) ->
 def test_a_host_that_vanishes_is_cleared_up_when_it_is_back(tmp_path: Path, two: Machines) -> None:
     """It is lost when its heartbeats have been missing for half of the time-out; what it still runs ends by itself."""
     prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "asyncssh")
-    with Launched(tmp_path, "--set=job.timeout=6", "--set=job.alone=1 s", "trial.toml", "script.py", str(tmp_path / "go")) as run:
+    with Launched(tmp_path, "--set=job.timeout=14", "--set=job.alone=1 s", "trial.toml", "script.py", str(tmp_path / "go")) as run:
         run.wait_for(r"\| ready", 2)
         with two.unplugged("m2"):
             assert run.end() == 129, run

@@ -26,6 +26,7 @@ def make_run(parent: Path, name: str = "digits-001", *, steps: int = 5, ended: b
     load = {"seconds": 2.0, "messages": 10, "bytes": 4000, "busy": 0.25, "waiting": 0.5, "waiting_most": 3}
     add({**_event("load", 0, None, 102.5 + steps, **load), "role": "server"})
     add(_event("traffic", 0, None, 103.0 + steps, sent={"worker/1": 2000}))
+    add({**_event("ended", 0, None, 103.0 + steps, reason="all roles have finished"), "role": "coordinator", "rank": None})
     directory.log("worker/0", "hello\nfrom worker 0\n")
     directory.close()
     if ended:

@@ -108,7 +108,7 @@ def test_the_stream_of_a_run_that_has_ended_ends(client: TestClient) -> None:
     note = next(value for kind, value in found if kind == "feed" and value["kind"] == "note")
     assert note["text"] == "<b>kept</b> & done"
     again = events(client.get("/api/runs/digits-001/stream", headers={"last-event-id": str(note["n"])}).text)
-    assert [value["kind"] for kind, value in again if kind == "feed"] == ["traffic"], "only what is new"
+    assert [value["kind"] for kind, value in again if kind == "feed"] == ["ended"], "only what is new"
 
 
 def test_logs_are_read_on_from_where_they_were(client: TestClient) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from zmqtrain.observe.dashboard.state import Json, RunState
 from zmqtrain.observe.run_directory import log_name, training_of
+from zmqtrain.topology.ranges import expand
 
 #: Bytes that one look reads at most, so that the first look at a long run gives something to see soon.
 MOST_READ = 8 << 20
@@ -84,7 +85,7 @@ class Followed:
                 "groups": compute.get("groups"),
                 "group_size": compute.get("group_size"),
                 "exchange": exchange.get("kind"),
-                "hosts": [host.get("name") for host in self.config.get("hosts") or []],
+                "hosts": [name for host in self.config.get("hosts") or [] for name in _names(str(host.get("name")))],
                 "broken": self.broken,
                 "logs": self.logs(),
             }
@@ -116,6 +117,14 @@ def seen(run: Followed, state_of: Callable[[Path], Json]) -> Json:
     status = state_of(run.path)  # before the events: what the run wrote at its end is read, too
     reading = run.look()
     return {**run.to_dict(), "status": status, "reading": reading}
+
+
+def _names(host: str) -> tuple[str, ...]:
+    """The hosts that a range of names stands for."""
+    try:
+        return expand(host)
+    except ValueError:
+        return (host,)
 
 
 def read_topology(path: Path) -> dict[str, Any]:

@@ -85,10 +85,12 @@ def _about(state: Json) -> str:
 
 def figures(state: Json) -> Iterator[str]:
     """The figures of all workers together, in words."""
-    yield f"loss {brief(_last(state['loss']))}"
+    if state["loss"]["value"]:
+        yield f"loss {brief(_last(state['loss']))}"
     for name, curve in state["eval"].items():
         yield f"eval {name} {brief(_last(curve))}"
-    yield f"lr {brief(_last(state['lr']))}"
+    if state["lr"]["value"]:
+        yield f"lr {brief(_last(state['lr']))}"
     yield f"{brief(state['samples_per_s'])} samples/s"
     if state["shares"]:
         yield f"exposed communication {100 * state['shares']['exposed']:.0f} %"

@@ -25,8 +25,8 @@ MOST_FEED = 1000
 NEW = 0.1
 #: A worker that is there and has done no step for so many seconds is said to be quiet, while the run lasts.
 QUIET_S = 10.0
-#: Events that are drawn as curves, and would only fill the feed.
-_CURVES = ("schema", "links", "load", "step", "sums", "span", "spread", "samples", "momentum", "eval")
+#: Events that have curves or tables, and would only fill the feed.
+_CURVES = ("schema", "links", "load", "traffic", "step", "sums", "span", "spread", "samples", "momentum", "eval")
 #: Of what workers have averages, beside the parts of a step.
 _MEANS = ("samples",)
 #: What becomes of a member, by the kind of event that says so.

@@ -186,7 +186,8 @@ function numbers(state) {
     ["Newest checkpoint", state.checkpoints.newest === null ? "none" : `step ${brief(state.checkpoints.newest)}`],
     ...(state.checkpoints.failed ? [["Checkpoints that failed", String(state.checkpoints.failed)]] : []),
   ];
-  $("numbers").replaceChildren(...shown.map(([name, value]) => {
+  const known = shown.filter(([, value]) => state.status.status === "running" || value !== "–");
+  $("numbers").replaceChildren(...known.map(([name, value]) => {
     const box = make("div");
     box.append(make("dt", name), make("dd", value));
     return box;
@@ -196,6 +197,11 @@ function numbers(state) {
 // Functions that draw a chart each.
 function curves(state, other) {
   const axis = $("axis").value;
+  // A modelled device has no loss. What a run that trains has not recorded yet may still come.
+  const over = state.status.status !== "running";
+  $("loss-card").hidden = over && !state.loss.value.length;
+  $("eval-card").hidden = over && !Object.keys(state.eval).length;
+  $("lr-card").hidden = over && !state.lr.value.length;
   const beside = (name, curve, color) => (other && curve ? [{ label: `${name}, ${other.name}`, curve, color, dashed: true }] : []);
   const groups = (curves) => Object.entries(curves).map(([group, curve], index) => ({ label: `group ${group}`, curve, color: COLORS[(index + 1) % 8], thin: true }));
   const together = (id, name, of) => () => draw(id, [{ label: "mean", curve: state[name], color: COLORS[0] }, ...(other ? [] : groups(state[of])), ...beside("mean", other?.[name], COLORS[1])], axis);
@@ -272,7 +278,7 @@ function servers(state) {
   $("servers-card").hidden = !state.servers.length;
   fill($("servers"), state.servers.map((server) => {
     const busy = `${Math.round(100 * server.busy)} %`;
-    const waiting = `${brief(server.waiting)} (at most ${server.waiting_most})`;
+    const waiting = `${server.waiting.toFixed(1)} (at most ${server.waiting_most})`;
     return row([
       server.peer, [brief(server.messages_per_s), "number"], [bytes(server.bytes_per_s), "number nowrap"], [waiting, "number nowrap"],
       [busy, "number nowrap"], bar([["compute", server.busy]], 1, `${busy} busy`),
