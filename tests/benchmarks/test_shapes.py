@@ -21,7 +21,17 @@ from zmqtrain.simulate.explore import try_seed
         ("allreduce", 81),  # a worker is lost before all have joined
         ("groups", 95),  # a host comes back when the run has ended without it
         ("groups", 3),  # the launcher dies before all know that all have joined
+        ("gossip", 150),  # workers come back when all is trained
+        ("allreduce", 186),  # a role is started again by two
         ("servers-sync", 4),
+        pytest.param(
+            "servers-sync",
+            163,
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="a group that rests and has just begun a step is told to enter at the next one, and its push is refused",
+            ),
+        ),
         ("grid", 2),
         ("merged-fc", 6),
     ],

@@ -9,6 +9,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.simulate.cluster import Cluster
 from zmqtrain.simulate.faults import RESTART_S, Fault
 from zmqtrain.simulate.host import Plan, be_host, be_role, spawn
+from zmqtrain.simulate.process import Process
 from zmqtrain.simulate.succession import is_of_launcher
 
 
@@ -27,6 +28,8 @@ class Injector:
         self._tasks: asyncio.TaskGroup | None = None
         self.agents: list[asyncio.Task[None]] = []
         """The lives of agents that were started again."""
+        self.outside: list[Process] = []
+        """Processes that were started from outside the run."""
         self.over = False
         """Whether the run has ended: nothing is started again."""
         self.done: list[Fault] = []
@@ -147,9 +150,16 @@ class Injector:
         except KeyError:
             return
         host = self._cluster.hosts.get(role.host)
-        if self._plan.description.topology.elastic and role.kind == "worker" and host is not None and host.start_again(role):
+        if self._plan.description.topology.elastic and role.kind == "worker" and host is not None:
+            agent = self._cluster.processes.get(f"agent/{role.host}")
+            if agent is not None and agent.tasks:
+                host.start_again(role)  # if the agent does not do so itself, and is not about to end
+                return
+        before = self._cluster.processes.get(peer)
+        if self.over or (before is not None and before.tasks):  # there is one again already
             return
         process = spawn(self._cluster, peer, role.host)
+        self.outside.append(process)
         again = be_role(self._plan, role, self._plan.environment(peer), process)
         life = process.run(asyncio.get_running_loop().create_task, again, name=f"{peer} again")
         # Also if the run, and this task with it, ends first.

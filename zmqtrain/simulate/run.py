@@ -178,7 +178,7 @@ class Simulation:
             report = {**report_of(error, COORDINATOR), "host": "", "pid": 0}
             ending = Ending("failed", int(report["exit_code"]), report)
         seconds = loop.time()
-        await self._end(cluster)
+        await self._end(cluster, injector)
         broken = self._auditor.verdict(ending, seconds, injector.done)
         return Result(ending, seconds, loop.callbacks, tuple(injector.done), broken, self.launchers, self.records)
 
@@ -264,11 +264,13 @@ class Simulation:
             else:
                 self._auditor.note(f"{agent} did not end within {patience_s:g} s after the run")
 
-    async def _end(self, cluster: Cluster) -> None:
+    async def _end(self, cluster: Cluster, injector: Injector) -> None:
         """Nothing may be left running that a real machine would have to clean up."""
         for process in list(cluster.processes.values()):
             process.resume()
-            if process.tasks and not process.killed:
+            if process in injector.outside:
+                await cluster.kill(process.name)
+            elif process.tasks and not process.killed:
                 names = ", ".join(task.get_name() for task in process.tasks)
                 self._auditor.note(f"{process.name} still runs after the run's end: {names}")
                 await cluster.kill(process.name)
