@@ -3,6 +3,7 @@
     python docs/make_new_tasks.py FOLDER --draw 1        # ten tasks; again: go on after an interruption
     python docs/make_new_tasks.py FOLDER --draw 1 --table
     python docs/make_new_tasks.py FOLDER --draw 1 --orders 3 --updates 150 2000
+    python docs/make_new_tasks.py FOLDER --draw 1 --orders 3 --parts
 
 A draw is a seed: model, its width, noise, scale of the inputs, batch, workers, their speed and their network follow from it, and
 the target, which is what the best of six settings comes to in one process after a drawn number of updates, and 5 % more. The
@@ -13,7 +14,8 @@ it may choose from, each from the beginning with a setting that stays. Both are 
 One order of the data favours one of so many settings by chance. With ``--orders N`` the search is made with N orders, and the best
 of the grid is the setting with the lowest median of its times with them: the last column is the ratio of the two medians, and the
 one before it that of the first order alone, with the best of the grid of that order. ``--updates`` says from which numbers of
-updates the target is drawn; what else a seed draws is the same.
+updates the target is drawn; what else a seed draws is the same. ``--parts`` prints what a ratio consists of: probes, training,
+how many times training began without momentum, and what the best setting of one and of two groups would take.
 """
 
 from __future__ import annotations
@@ -259,6 +261,45 @@ def table(drawn: list[Drawn], folder: Path, orders: int) -> None:
         )
 
 
+def parts(drawn: list[Drawn], folder: Path, orders: int) -> None:
+    """Rows of Markdown: medians of the orders, divided by the time of the best of the grid."""
+    print("| task | in all | probes | training | parts of it | one group | two groups | training, by the best of its groups |")
+    print("|---|---|---|---|---|---|---|---|")
+    for each in drawn:
+        searches = [search_of(each, folder, order) for order in range(orders)]
+        grid = grid_file_of(each, folder, orders)
+        if not all((search / "summary.json").exists() for search in searches) or not grid.exists():
+            continue
+        best = json.loads(grid.read_text())
+        rows = [json.loads((search / "summary.json").read_text())["strategies"][0] for search in searches]
+        begun = [_trials_of_training(search) for search in searches]
+        whole = [row["seconds"] / best["seconds"] if row["reached"] else math.inf for row in rows]
+        probes = median(row["search_s"] for row in rows) / best["seconds"]
+        training = median((row["seconds"] - row["search_s"]) / best["seconds"] for row in rows)
+        of_groups = {groups: _best_with(groups, best) for groups in (1, 2)}
+        own = median((row["seconds"] - row["search_s"]) / best["seconds"] / _best_with(row["groups"], best) for row in rows)
+        print(
+            f"| {each.name} | {median(whole):.2f} | {probes:.2f} | {training:.2f} | {median(begun):g} "
+            f"| {of_groups[1]:.2f} | {of_groups[2]:.2f} | {own:.2f} |"
+        )
+
+
+def _trials_of_training(search: Path) -> int:
+    """How many trials, one after another, its training consists of: each begins without momentum."""
+    events = [json.loads(line) for line in (search / "events.jsonl").read_text().splitlines()]
+    starts = {event["values"]["number"]: event["values"]["start"] for event in events if event["kind"] == "trial"}
+    count, at = 0, max(starts)
+    while at is not None:
+        count, at = count + 1, starts[at]
+    return count
+
+
+def _best_with(groups: int, best: Mapping[str, Any]) -> float:
+    """What the best setting with so many groups takes, divided by what the best of all does."""
+    of_them = [seconds for setting, seconds in best["others"].items() if setting.startswith(f"{groups} ")]
+    return min((median(each or math.inf for each in seconds) for seconds in of_them), default=math.inf) / best["seconds"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -268,11 +309,15 @@ def main() -> int:
     parser.add_argument("--updates", type=float, nargs=2, default=UPDATES, help="between which the target's are drawn")
     parser.add_argument("--simulate", action="store_true", help="search with the whole runtime, not with plain loops")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--parts", action="store_true", help="print what the ratios consist of, of what is there")
     given = parser.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     drawn = draw(given.draw, tuple(given.updates))
+    if given.parts:
+        parts(drawn, folder, given.orders)
+        return 0
     if not given.table:
         for number in range(COUNT) if given.only is None else given.only:
             run(drawn[number], folder, orders=given.orders, simulate=given.simulate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 
 from zmqtrain.tune.drift import LEAST, Drift
 from zmqtrain.tune.monitor import PATIENCE, TrialMonitor
-from zmqtrain.tune.trial import Setting, Trial
+from zmqtrain.tune.trial import First, Outcome, Setting, Trial
 
 
 def trial(kind: Any = "probe", updates: int = 10, groups: int = 2, above: float | None = None) -> Trial:
@@ -177,6 +178,33 @@ def test_a_group_that_becomes_slow_is_drift() -> None:
     assert told + 1 == 4 * 25  # it has made four steps since
     back = [drift.step(3.0, turn % 4) for turn in range(400)]
     assert back[-1] is None  # it is as it was
+
+
+def test_a_group_that_becomes_slow_between_two_parts_of_a_training_is_drift() -> None:
+    """Each part alone is too short to know how it began: the next one goes on with the first steps of those before."""
+    first = Drift(2, 0.9)
+    assert all(first.step(1.0, turn % 2) is None for turn in range(80))
+    assert [each.steps for each in first.baseline] == [40, 40]
+    second = Drift(2, 0.9, first.baseline)
+    assert all(second.step(1.0, turn % 2) is None for turn in range(60))
+    slow = [(8.0, 1) if turn % 9 == 8 else (1 / 8, 0) for turn in range(9 * 40)]
+    third, alone = Drift(2, 0.9, second.baseline), Drift(2, 0.9)
+    told = [third.step(*each) for each in slow]
+    assert "the staleness of group 1 went from 1.0 to 8.0: compared with the others it has become slower" in told
+    assert not any(alone.step(*each) for each in slow)
+
+
+def test_the_first_steps_of_a_training_go_from_trial_to_trial() -> None:
+    monitor = TrialMonitor(trial("train", updates=100, groups=2), 1)
+    for number in range(10):
+        monitor.observe(step(float(number), 2.0, staleness=1.0 + number % 2))
+    baseline = monitor.outcome().baseline
+    assert baseline == (First(10, 15.0, 25.0), First())
+    assert Outcome.from_value(json.loads(json.dumps(monitor.outcome().to_value()))).baseline == baseline
+    later = TrialMonitor(replace(trial("train", updates=100, groups=2), baseline=baseline), 1)
+    later.observe(step(0.0, 2.0, staleness=1.0))
+    assert later.outcome().baseline[0] == First(11, 16.0, 26.0)
+    assert TrialMonitor(trial("probe", updates=100, groups=2), 1).outcome().baseline == ()
 
 
 def test_groups_that_take_irregular_times_are_no_drift() -> None:

@@ -15,7 +15,7 @@ from tests.tune.landscape import Landscape, solve
 from zmqtrain.tune.machine import GIVE_UP, PROBES
 from zmqtrain.tune.search import Search
 from zmqtrain.tune.space import Space
-from zmqtrain.tune.trial import Done, Outcome, Setting, Trial
+from zmqtrain.tune.trial import Done, First, Outcome, Setting, Trial
 
 #: Eight machines that saturate at four groups.
 UPDATE_S = {1: 4.0, 2: 2.0, 4: 1.0, 8: 1.0}
@@ -401,7 +401,7 @@ def test_a_learning_rate_that_gains_nothing_by_falling_stays() -> None:
 
 def test_after_a_drift_speeds_are_measured_anew() -> None:
     """Four groups were the fewest that are as fast as any; then a host has become slow, and one is."""
-    slower = dict.fromkeys(UPDATE_S, 4.0)
+    slower, began = dict.fromkeys(UPDATE_S, 4.0), (First(60, 60.0, 60.0),)
 
     class Drifting(Landscape):
         def run(self, trial: Trial, target: float | None = None) -> Outcome:
@@ -412,11 +412,13 @@ def test_after_a_drift_speeds_are_measured_anew() -> None:
             if first:
                 self.update_s = slower
                 return replace(outcome, reached=None, drifted="everything is slower")
-            return outcome
+            return replace(outcome, baseline=began)
 
     search, done = solve(SPACE, Drifting(UPDATE_S), target=0.01)
     at = next(number for number, (_, outcome) in enumerate(search.trials) if outcome.drifted)
     after = [trial for trial, _ in search.trials[at + 1 :]]
+    trained = [trial for trial in after if trial.kind == "train"]
+    assert [trial.baseline for trial in trained] == [(), *[began] * (len(trained) - 1)]  # what was before is forgotten
     assert [(trial.phase, trial.setting.groups) for trial in after[:4]] == [("speed", each) for each in UPDATE_S]
     assert {trial.setting.groups for trial in after[4:]} == {1, 4}  # the new g*, and as before
     assert done.setting is not None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import islice
-from statistics import fmean, median, stdev
+from statistics import fmean, median
+
+from zmqtrain.tune.trial import Baseline, First
 
 #: The steps whose staleness is averaged, and the fewest for a mean.
 WINDOW, LEAST = 400, 100
@@ -27,21 +29,23 @@ STALENESS, UPDATES = 0.5, 1.0
 class _Group:
     """A group's staleness, at first and now."""
 
-    first: list[float] = field(default_factory=list)
+    first: First = field(default_factory=First)
     now: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST[-1]))
 
     def add(self, staleness: float) -> tuple[float, float] | None:
         """Add a value. Returns the first and the current mean if they differ."""
-        if len(self.first) < FIRST:
-            self.first.append(staleness)
+        steps, total, squares = self.first
+        if steps < FIRST:
+            self.first = First(steps + 1, total + staleness, squares + staleness**2)
             return None
         self.now.append(staleness)
-        was, spread = fmean(self.first), stdev(self.first)
+        was = total / steps
+        spread = math.sqrt(max(0.0, squares - steps * was**2) / (steps - 1))
         for count in LATEST:
             if len(self.now) < count:
                 break
             now = fmean(islice(reversed(self.now), count))
-            error = spread * math.sqrt(1 / len(self.first) + 1 / count)
+            error = spread * math.sqrt(1 / steps + 1 / count)
             if abs(now - was) > max(STALENESS * was + UPDATES, ERRORS * error):
                 return was, now
         return None
@@ -54,11 +58,21 @@ class Drift:
     groups: int
     explicit: float
     """The optimizer's own momentum."""
+    began: InitVar[Baseline] = ()
+    """The staleness of the groups' first steps in earlier parts of the same training."""
     _staleness: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _of: dict[int, _Group] = field(default_factory=dict)
     _first: list[float] = field(default_factory=list)
     _fits: deque[float] = field(default_factory=lambda: deque(maxlen=FITS))
     _found: dict[int | str, str | None] = field(default_factory=dict)  # group, or all groups together -> the problem
+
+    def __post_init__(self, began: Baseline) -> None:
+        self._of = {group: _Group(first) for group, first in enumerate(began)}
+
+    @property
+    def baseline(self) -> Baseline:
+        """The staleness of each group's first steps, for the next part of this training."""
+        return tuple(self._of[group].first if group in self._of else First() for group in range(self.groups))
 
     @property
     def reason(self) -> str | None:

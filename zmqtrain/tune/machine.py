@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, Self, TypeAlias
 
 from zmqtrain.tune.space import Space
-from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial, Watch
+from zmqtrain.tune.trial import Baseline, Decision, Done, Outcome, Setting, Trial, Watch
 
 #: A probe is given up if its loss reaches this multiple of its first loss.
 GIVE_UP = 3.0
@@ -50,6 +50,7 @@ class Machine(ABC):
         self._diverged = 0  # trainings one after another
         self._stalled = False  # the last training made no progress
         self._drifted = False  # it was ended for that reason
+        self._baseline: dict[int, Baseline] = {}  # groups -> their staleness when training with them began
         self._algorithm = self._life()
         self._now: Trial | Done
         self._advance(None)
@@ -238,6 +239,7 @@ class Machine(ABC):
             self._give_up_above(),
             until,
             watch=watch,
+            baseline=self._baseline.get(setting.groups, ()),
         )
         self._setting = setting
         self._lengths.clear()
@@ -252,6 +254,10 @@ class Machine(ABC):
         self._stalled = outcome.stood is not None or outcome.loss > (1 - self._space.worse) * outcome.first
         self._first[trial.number] = outcome.loss if outcome.end is None else outcome.end
         self._drifted = outcome.drifted is not None
+        if self._drifted:
+            self._baseline.clear()
+        else:
+            self._baseline[setting.groups] = outcome.baseline
         if outcome.drifted is not None:
             self._decide("drift", outcome.drifted, **values_of(setting))
         if outcome.stood is not None:

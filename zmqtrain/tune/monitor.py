@@ -38,7 +38,7 @@ class TrialMonitor:
         self._momentum: float | None = None
         self.diverged = False
         """Whether its loss is NaN or infinite, or far above its first loss."""
-        self._drift = Drift(trial.setting.groups, trial.setting.momentum) if trial.kind == "train" else None
+        self._drift = Drift(trial.setting.groups, trial.setting.momentum, trial.baseline) if trial.kind == "train" else None
         self._drifted: str | None = None
         self._progress = None if trial.watch is None else Progress(trial.watch)
         self._stood: str | None = None
@@ -99,6 +99,7 @@ class TrialMonitor:
             finished=finished,
             drifted=self._drifted,
             stood=self._stood,
+            baseline=() if self._drift is None else self._drift.baseline,
         )
 
     def _step(self, rank: int, event: Mapping[str, Any], values: Mapping[str, Any]) -> None:

@@ -10,8 +10,11 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
+#: The fewest updates of the first leg of a race.
+LEAST = 10
 #: The rank of settings that have not begun: before all that have begun, but after those that are better already.
 NEW = -1e300
 
@@ -151,3 +154,8 @@ def better(one: LegEnd, other: LegEnd) -> bool:
 def pace(setting: Setting) -> float:
     """The effective step size: with momentum each gradient counts 1 / (1 - momentum) times."""
     return setting.lr / (1 - min(setting.momentum, 0.999))
+
+
+def first_leg(space: Space) -> int:
+    """Updates of the first leg of a race."""
+    return max(LEAST, round(space.probe / 5))

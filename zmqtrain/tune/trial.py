@@ -6,10 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 #: The last part of a trial, whose mean loss is its result.
 SCORED = 1 / 3
+
+
+class First(NamedTuple):
+    """The staleness of a group's first steps."""
+
+    steps: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    """The sum of their squares."""
+
+
+#: Group by group.
+Baseline: TypeAlias = tuple[First, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +81,8 @@ class Trial:
     """How to check progress: training ends at its next checkpoint if it makes none."""
     before: tuple[float, int] | None = None
     """The mean loss of the last updates before it, and of how many."""
+    baseline: Baseline = ()
+    """The staleness of each group when training with these groups began: drift is a change from it."""
 
     def to_value(self) -> dict[str, Any]:
         """As JSON values."""
@@ -105,6 +120,8 @@ class Outcome:
     """Why it was ended early: the measurements do not match those for which the setting was chosen."""
     stood: str | None = None
     """Why it was ended early: it made no progress."""
+    baseline: Baseline = ()
+    """The trial's, completed with its own first steps if that had too few."""
 
     @property
     def diverged(self) -> bool:
@@ -174,6 +191,7 @@ class Outcome:
         values = dict(value)
         values["first"] = math.nan if values["first"] is None else values["first"]
         values["loss"] = math.inf if values["loss"] is None else values["loss"]
+        values["baseline"] = tuple(First(*each) for each in values.get("baseline", ()))
         return cls(**values)
 
 
