@@ -151,9 +151,9 @@ class Injector:
             return
         host = self._cluster.hosts.get(role.host)
         if self._plan.description.topology.elastic and role.kind == "worker" and host is not None:
-            agent = self._cluster.processes.get(f"agent/{role.host}")
-            if agent is not None and agent.tasks:
-                host.start_again(role)  # if the agent does not do so itself, and is not about to end
+            # An agent that was started again starts all roles of its host.
+            coming = any(life.get_name() == f"agent/{role.host}" and not life.done() for life in self.agents)
+            if host.start_again(role) or coming:
                 return
         before = self._cluster.processes.get(peer)
         if self.over or (before is not None and before.tasks):  # there is one again already
