@@ -33,7 +33,7 @@ from zmqtrain.membership.view import View
 from zmqtrain.merged_fc.server import FcServer
 from zmqtrain.net.lane import SendLane
 from zmqtrain.server.aggregator import Aggregator, Batch, _Unit
-from zmqtrain.server.model_server import ModelServer
+from zmqtrain.server.lives import Lives
 from zmqtrain.server.serving import Serving
 from zmqtrain.server.shard import TensorEntry
 from zmqtrain.server.staleness import StalenessMachine
@@ -270,11 +270,14 @@ def floor_ignored(patches: Patches) -> None:
 
 
 def history_forgotten(patches: Patches) -> None:
-    async def mutated(self: ModelServer, _caller: str) -> Any:
-        since, lives = self._changes[-1]
-        return [self._base, [[since, [[peer, life] for peer, life in lives]]]]
+    def make(of: Any) -> Any:
+        def mutated(self: Lives) -> Any:
+            base, changes = of(self)
+            return [base, changes[-1:]]
 
-    patches.around(ModelServer, "_on_history", lambda _: mutated)
+        return mutated
+
+    patches.around(Lives, "history", make)
 
 
 def sums_divided_wrongly(patches: Patches) -> None:

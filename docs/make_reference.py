@@ -322,6 +322,11 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "leave": ("A member has done its work and left", "`peer`, `reason`"),
     "exit": ("A process has ended", "`peer`, `host`, `exit_code` (negative: the signal), `reason`"),
     "not elastic": ("A worker has said that the run cannot go on without any of them", "`peer`, `reason`"),
+    "backup": (
+        "A shard of a run with replicas is on a second server from now on, or on one only",
+        "`shard`, `server` (which serves it), `backup` (null: none), `alone` (no server is left that could be one), `reason`",
+    ),
+    "took over": ("A server serves a shard whose server was lost", "`shard`, `updates` (of its pieces, so far), `reason`"),
     "lost": ("A member is gone without having left", "`peer`, `host`, `reason`"),
     "failed": ("A member has failed, and the run with it", "`peer`, `reason`"),
     "halt": ("A member asks to stop the run", "`peer` and `reason`, which has the error"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Outcome, Push, Refuse
+from zmqtrain.membership.chains import Chains
 from zmqtrain.membership.roster import Roster
 from zmqtrain.membership.view import Member
 from zmqtrain.topology.timeouts import Timeouts
@@ -24,8 +25,9 @@ def members(workers: int = 2, servers: int = 1, hosts: int = 1, *, agents: bool 
 class Table:
     """A roster with the bookkeeping that a coordinator does: what each request was answered, who was told what."""
 
-    def __init__(self, expected: list[Member], *, elastic: bool = False) -> None:
-        self.roster, self.expected, self.now = Roster(expected, TIMEOUTS, now=0.0, elastic=elastic), expected, 0.0
+    def __init__(self, expected: list[Member], *, elastic: bool = False, replicated: bool = False) -> None:
+        chains = Chains([member.peer for member in expected if member.kind == "server"]) if replicated else None
+        self.roster, self.expected, self.now = Roster(expected, TIMEOUTS, now=0.0, elastic=elastic, chains=chains), expected, 0.0
         self.answers: dict[int, Any] = {}
         self.told: list[tuple[str, str]] = []
         self.dropped: list[str] = []

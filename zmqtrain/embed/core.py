@@ -40,6 +40,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.turns import handing_over
+from zmqtrain.topology.elastic import ASKING
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.saving import send_model, whole_state
@@ -174,7 +175,7 @@ class Core:
         if topology.elastic and not self.members.survives:
             why = "with model servers, a script's own loop does not train what a lost worker has left"
             if topology.asks_elastic:
-                raise UsageError(f"{why}: remove [job] elastic and restarts")
+                raise UsageError(f"{why}: remove {ASKING}")
             await self.context.membership.need_all(why)
         exchange = make_exchange(self.context, self.members, whole_updates=True)
         part = Participant(

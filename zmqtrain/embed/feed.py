@@ -12,6 +12,7 @@ from zmqtrain.data.source import Shard, source_of
 from zmqtrain.data.stream import StreamLoader, StreamPlace
 from zmqtrain.errors import UsageError
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.topology.elastic import ASKING
 from zmqtrain.train.batches import partition_of, reader_of, same_samples
 from zmqtrain.train.shares import Shares
 
@@ -91,7 +92,7 @@ def make_feed(
         if first:
             raise UsageError(f"{source.name} is a stream, which cannot skip batches: remove `first`")
         if topology.asks_elastic:
-            raise UsageError("other workers cannot take over a stream in the middle: remove [job] elastic and restarts")
+            raise UsageError(f"other workers cannot take over a stream in the middle: remove {ASKING}")
         start, stop = shares.bounds(0)
         columns = topology.compute.columns
         place = StreamPlace(

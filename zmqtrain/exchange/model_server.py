@@ -25,7 +25,7 @@ from torch import Tensor
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
 from zmqtrain.collectives.unreached import Cuts
-from zmqtrain.errors import CheckpointError, PeerLostError, ProtocolError
+from zmqtrain.errors import CheckpointError, PeerLostError, ProtocolError, UsageError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
@@ -36,23 +36,25 @@ from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.optimizer import require_elementwise
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.server_changes import ServerChanges, base_value
+from zmqtrain.exchange.server_heads import Heads
 from zmqtrain.exchange.server_messages import (
     BucketDescription,
     Configuration,
     PushMeta,
     ReadMeta,
     differing,
-    entered_tag,
     initial_tag,
     kept_label,
     parameters_tag,
     push_tag,
     resumed_tag,
-    shown_tag,
 )
+from zmqtrain.exchange.server_reads import ServerReads
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.exchange.under_way import UnderWay
+from zmqtrain.membership.client import Membership
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.topology.elastic import ASKING
 from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.compress import Compressor, make_compressor
 from zmqtrain.wire.payload import Payload, Value
@@ -76,16 +78,19 @@ class ModelServerExchange:
         *,
         recorder: Recorder | None = None,
         members: Members | None = None,
+        membership: Membership | None = None,
     ) -> None:
-        """``members``: given if they survive losses."""
+        """``members``: given if they survive losses. ``membership``: given if servers survive them, too."""
         self._members: Members | None = members
         self._changes: ServerChanges | None = None
         self._torn: tuple[tuple[int, int], ...] = ()
         self._life: int | None = None
+        self._kept_by: dict[int, PeerId] = {}  # shard -> the server that was told to keep the last checkpoint
         self._asked: list[PeerId] = []  # late workers that want to begin with what this one has beside its parameters
         self._rests = False  # it trains no step now
         self._endpoint = endpoint
         self._settings = settings
+        self._heads = Heads(endpoint, settings.servers, membership=membership)
         self._recorder: Recorder = recorder or NullRecorder()
         self._group = Group(
             endpoint,
@@ -126,7 +131,10 @@ class ModelServerExchange:
         if not context.scaled:
             settings = replace(settings, judges=False)
         members = context.members if context.members.survives else None
-        return cls(worker.endpoint, settings, recorder=worker.recorder, members=members)
+        membership = worker.membership if worker.topology.replicated else None
+        if membership is not None and members is None:
+            raise UsageError(f"shards are kept twice only in runs of tasks that carry on without lost workers: remove {ASKING}")
+        return cls(worker.endpoint, settings, recorder=worker.recorder, members=members, membership=membership)
 
     @property
     def synchronous(self) -> bool:
@@ -177,12 +185,12 @@ class ModelServerExchange:
             # Before the others wait for this worker in their steps: then they would not come to answer.
             await self._take_beside(self._members, replica)
             first_step = await self._members.join()
-            await together(*(self._read_entered(bucket) for bucket in replica.buckets))
+            await self._reads().entered()
             for bucket in replica.buckets:
                 replica.parameters_ready(bucket)
             return first_step
         starting = [self._ask_servers("configure", configuration.to_value())] if settings.group == settings.position == 0 else []
-        await together(*(self._read_initial(bucket) for bucket in replica.buckets), self._send_initial(replica), *starting)
+        await together(self._reads().initial(), self._send_initial(replica), *starting)
         for bucket in replica.buckets:
             replica.parameters_ready(bucket)
         return None
@@ -192,9 +200,7 @@ class ModelServerExchange:
         members, settings = self._members, self._settings
         if members is None:
             return False
-        self._changes = ServerChanges(
-            self._endpoint, settings.servers, members, timeout_s=settings.barrier_s, recorder=self._recorder
-        )
+        self._changes = ServerChanges(self._heads, members, timeout_s=settings.barrier_s, recorder=self._recorder)
         self._life = members.incarnation(self._endpoint.peer, 0)
         self._endpoint.serve(BESIDE, self._on_beside)
         return members.late
@@ -274,7 +280,16 @@ class ModelServerExchange:
 
     async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
         """Servers that other groups may change at any moment also provide what they keep for group 0, for `read`."""
-        await self._ask_servers("checkpoint", step, self.moves and not last, in_turn and not last)
+        arguments = step, self.moves and not last, in_turn and not last
+
+        async def keep(shard: int) -> None:
+            async def attempt(server: PeerId) -> None:
+                await self._heads.request_of(server, shard, "checkpoint", *arguments, timeout=self._settings.request_s)
+                self._kept_by[shard] = server
+
+            await self._heads.ask(shard, attempt)
+
+        await together(*map(keep, self._heads.shards))
 
     async def read(self, label: str, *, kept: int | None = None, last: bool = False) -> None:
         """Read the parameters of one moment. For its next step a group reads buckets at different moments, while others push, so it
@@ -284,9 +299,11 @@ class ModelServerExchange:
         if not mine or not (last or (self.moves and (kept is not None or not settings.snapshot))):
             return
         if kept is not None:
-            label = kept_label(kept)
-        asking = [self._ask_servers("show", label)] if kept is None and settings.position == 0 else []
-        await together(*(self._read_shown(bucket, label) for bucket in self._replica_started().buckets), *asking)
+            await self._reads().shown(kept_label(kept), asked=self._kept_by)
+        else:
+            await self._reads().shown(label, asks=settings.position == 0)
+        for bucket in self._replica_started().buckets:
+            self._replica_started().parameters_ready(bucket)
 
     def center(self, bucket: Bucket) -> Payload:
         raise AssertionError("model servers have no center")
@@ -390,30 +407,23 @@ class ModelServerExchange:
         for payload in payloads.values():
             await self._endpoint.send(server, resumed_tag(piece.index), payload)
 
-    async def _read_initial(self, bucket: Bucket) -> None:
-        # The sender may still be sending from this very memory, but what comes back are the same bytes.
-        for piece in self._mine[bucket.index]:
-            into = bucket.parameters.part(piece.start, piece.stop)
-            self._note(piece, await self._receive(piece, initial_tag(piece.index), into))
-        await all_gather(bucket.sharers(self._group), bucket.parameters, ("initial", bucket.index), priority=bucket.index)
-
-    async def _read_entered(self, bucket: Bucket) -> None:
-        assert self._life is not None
-        for piece in self._mine[bucket.index]:
-            into = bucket.parameters.part(piece.start, piece.stop)
-            self._note(piece, await self._receive(piece, entered_tag(piece.index, self._life), into))
-
-    async def _read_shown(self, bucket: Bucket, label: str) -> None:
-        for piece in self._mine[bucket.index]:
-            into = bucket.parameters.part(piece.start, piece.stop)
-            read = self._note(piece, await self._receive(piece, shown_tag(piece.index, label), into))
-            self._recorder.audit("shown", piece=piece.index, label=label, version=read.version)
-        await all_gather(bucket.sharers(self._group), bucket.parameters, (label, bucket.index), priority=bucket.index)
-        self._replica_started().parameters_ready(bucket)
+    def _reads(self) -> ServerReads:
+        """Reads of all of this worker's pieces at once."""
+        settings = self._settings
+        return ServerReads(
+            self._endpoint,
+            self._heads,
+            self._group,
+            [(bucket, self._mine[bucket.index]) for bucket in self._replica_started().buckets],
+            self._note,
+            life=self._life,
+            request_s=settings.request_s,
+            barrier_s=settings.barrier_s,
+            recorder=self._recorder,
+        )
 
     async def _ask_servers(self, method: str, *values: Value) -> None:
-        timeout = self._settings.request_s
-        await together(*(self._endpoint.request(server, method, *values, timeout=timeout) for server in self._settings.servers))
+        await self._heads.request_all(method, *values, timeout=self._settings.request_s)
 
     # The life of a bucket.
 
@@ -464,27 +474,21 @@ class ModelServerExchange:
         gradient: Payload = bucket.gradients.part(piece.start, piece.stop)
         version = self._versions[piece.index]
         gradient.meta = PushMeta(self._settings.group, version, changed, passed_over, self._life, torn).to_value()
-        server = self._settings.servers[piece.server]
         message = gradient
         if self._compressor is not None and not passed_over:
             message = await self._arithmetic.do(partial(self._compressor.encode, str(piece.index), gradient), gradient)
         self._recorder.audit("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
         lasting = message is gradient  # it is not written before the answer, which means that the server has applied it
-        await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index, lasting=lasting)
         into = bucket.parameters.part(piece.start, piece.stop)
-        read = self._note(piece, await self._receive(piece, parameters_tag(piece.index, step + 1), into))
+
+        async def exchange(server: PeerId) -> Payload:
+            await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index, lasting=lasting)
+            async with in_time(server, f"the parameters of piece {piece.index} for step {step + 1}", self._settings.barrier_s):
+                return await self._endpoint.receive(server, parameters_tag(piece.index, step + 1), into=into)
+
+        read = self._note(piece, await self._heads.ask(piece.server, exchange))
         self._recorder.audit("read", piece=piece.index, step=step + 1, version=read.version)
         self._staleness.append(read.staleness)
-
-    async def _receive(self, piece: Piece, tag: Tag, into: Payload) -> Payload:
-        server = self._settings.servers[piece.server]
-        what = {
-            "parameters": f"the parameters of piece {piece.index} for step {tag[-1]}",
-            "shown": f"the parameters ({tag[-1]})",
-            "entered": "the parameters for its first step",
-        }.get(str(tag[0]), "the initial parameters")
-        async with in_time(server, what, self._settings.barrier_s):
-            return await self._endpoint.receive(server, tag, into=into)
 
     def _note(self, piece: Piece, received: Payload) -> ReadMeta:
         read = ReadMeta.from_value(received.meta)

@@ -13,15 +13,15 @@ what arrives later is dropped. A worker that comes late learns of all changes be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from zmqtrain.data.slots import Life, Progress, Slot, SlotPlan
 from zmqtrain.errors import ProtocolError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.members import Members
-from zmqtrain.net.endpoint import Endpoint, PeerId
-from zmqtrain.waiting import together
+from zmqtrain.exchange.server_heads import Heads
+from zmqtrain.net.endpoint import PeerId
 from zmqtrain.wire.payload import Value
 
 MEMBERS, CHANGE, HISTORY = "members", "change", "history"
@@ -30,10 +30,8 @@ MEMBERS, CHANGE, HISTORY = "members", "change", "history"
 class ServerChanges:
     """One worker's side. Make it before the first step."""
 
-    def __init__(
-        self, endpoint: Endpoint, servers: Sequence[PeerId], members: Members, *, timeout_s: float, recorder: Recorder
-    ) -> None:
-        self._endpoint, self._servers, self._members = endpoint, servers, members
+    def __init__(self, heads: Heads, members: Members, *, timeout_s: float, recorder: Recorder) -> None:
+        self._heads, self._members = heads, members
         self._timeout_s, self._recorder = timeout_s, recorder
         self._late = members.late
         if not members.late:
@@ -43,32 +41,20 @@ class ServerChanges:
     async def _prepare(self, step: int, living: Mapping[PeerId, int]) -> int:
         lives = list(living.items())
         told: list[Value] = [[peer, incarnation] for peer, incarnation in lives]
-        answers = [_Members.of(answer) for answer in await self._ask(MEMBERS, told)]
+        # Servers answer once they have begun, and when what they are computing is done.
+        answers = [_Members.of(answer) for answer in await self._heads.request_all(MEMBERS, told, timeout=self._timeout_s)]
         progress = merged(each.progress for each in answers)
         since = max(step, *(each.floor for each in answers))
-        await self._ask(CHANGE, since, told)
+        await self._heads.request_all(CHANGE, since, told, timeout=self._timeout_s)
         if self._late:
             self._late = False
-            self._members.slots = plan_of(await self._request(self._servers[0], HISTORY), progress)
+            self._members.slots = plan_of(await self._heads.request(0, HISTORY, timeout=self._timeout_s), progress)
         elif (plan := self._members.slots) is not None:
             plan.change(since, lives, progress)
         plan = self._members.slots
         assert plan is not None
         self._recorder.audit("era", since=since, members=lives, left=[slot.number for slot in plan.eras[-1].left])
         return since
-
-    async def _ask(self, method: str, *values: Value) -> list[Value]:
-        answers: dict[PeerId, Value] = {}
-
-        async def ask(server: PeerId) -> None:
-            answers[server] = await self._request(server, method, *values)
-
-        await together(*map(ask, self._servers))
-        return [answers[server] for server in self._servers]
-
-    async def _request(self, server: PeerId, method: str, *values: Value) -> Value:
-        # Servers answer once they have begun, and when what they are computing is done.
-        return (await self._endpoint.request(server, method, *values, timeout=self._timeout_s)).meta
 
 
 class _Members:

@@ -142,6 +142,11 @@ class Membership:
         """Say that this run cannot continue without any of its workers, although its topology allows it."""
         await self._ask("needs_all", reason)
 
+    async def has_backup(self, shard: int, backup: PeerId) -> None:
+        """Say that the server ``backup`` has an equal copy of the shard that this one serves. On return ``view`` shows it. Raises
+        `PeerLostError` if that server is gone."""
+        self._newer(View.from_value(await self._ask("backup", shard, backup)))
+
     async def report(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Send events (plain values) to the run's record; on return they have arrived, once."""
         async with self._reporting:

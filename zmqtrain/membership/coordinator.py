@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from zmqtrain.errors import PeerLostError, ProtocolError, SupersededError, ZmqTrainError
 from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Meet, Note, Outcome, Push, Refuse, Ticket
+from zmqtrain.membership.chains import Chains
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.journal import Journal, change
 from zmqtrain.membership.ledger import RUN
@@ -66,11 +67,13 @@ class Coordinator:
         *,
         agents: bool = True,
         elastic: bool = False,
+        replicated: bool = False,
         on_event: EventCallback | None = None,
         on_report: ReportCallback | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """``journal``: keeps what is decided, for another coordinator of this run. If it holds something, this is that one."""
+        """``replicated``: model servers keep copies of each other's shards. ``journal``: keeps what is decided, for another
+        coordinator of this run. If it holds something, this is that one."""
         self.running = asyncio.Event()
         """Set once all members have joined."""
         self.failed = asyncio.Event()
@@ -85,6 +88,7 @@ class Coordinator:
             now=self._loop.time(),
             elastic=elastic,
             patient=journal is not None,
+            chains=Chains([server.peer for server in placement.server_roles]) if replicated else None,
             ledger=ledger,
         )
         self._journal, self._leader = journal, random_bits(48)
@@ -109,7 +113,7 @@ class Coordinator:
             if self._roster.state is State.FAILED:
                 self.failed.set()
             self._do(self._roster.met())
-        served = ("join", "again", "ready", "barrier", "agree", "needs_all", "heartbeat", "exited")
+        served = ("join", "again", "ready", "barrier", "agree", "needs_all", "backup", "heartbeat", "exited")
         for name in (*served, "report", "halt", "failed", "leave"):
             endpoint.serve(f"membership.{name}", getattr(self, f"_serve_{name}"))
         endpoint.on_superseded(self._give_way)
@@ -371,6 +375,11 @@ class Coordinator:
     async def _serve_needs_all(self, caller: PeerId, reason: Value) -> Value:
         self._do(self._roster.handle_needs_all(caller, str(reason)))
         return None
+
+    async def _serve_backup(self, caller: PeerId, shard: Value, backup: Value) -> Value:
+        if not isinstance(shard, int) or not isinstance(backup, str):
+            raise ProtocolError(f"{caller} names a wrong shard or server")
+        return await self._decide(lambda ticket: self._roster.handle_backup(caller, shard, backup, ticket, self._now()))
 
     async def _serve_heartbeat(self, caller: PeerId, alive: Value) -> Value:
         if not isinstance(alive, list):

@@ -12,6 +12,8 @@ from zmqtrain.wire.payload import Value
 
 #: Names in the ledger: of the run's state, and what the names of members and of barriers that have opened begin with.
 RUN, MEMBER, OPENED = "run", "member/", "opened/"
+#: The name of which servers have each shard.
+CHAINS = "chains"
 
 
 def value_of_entry(entry: Entry) -> Value:

@@ -42,7 +42,17 @@ from zmqtrain.membership.actions import (
     Ticket,
 )
 from zmqtrain.membership.barrier import Barriers, name_some
-from zmqtrain.membership.ledger import MEMBER, OPENED, RUN, failure_of_value, restore_entry, value_of_entry, value_of_failure
+from zmqtrain.membership.chains import Chains
+from zmqtrain.membership.ledger import (
+    CHAINS,
+    MEMBER,
+    OPENED,
+    RUN,
+    failure_of_value,
+    restore_entry,
+    value_of_entry,
+    value_of_failure,
+)
 from zmqtrain.membership.state import TRANSITIONS, Entry, MemberTable, Presence, State
 from zmqtrain.membership.touch import given_up
 from zmqtrain.membership.view import Member, View
@@ -70,15 +80,18 @@ class Roster:
         now: float,
         elastic: bool = False,
         patient: bool = False,
+        chains: Chains | None = None,
         ledger: Mapping[str, Any] | None = None,
     ) -> None:
-        """``elastic``: the run continues without workers that are lost, and admits workers that come back. ``patient``: members may
+        """``elastic``: the run continues without workers that are lost, and admits workers that come back. ``chains``: the same of
+        model servers, as long as each shard is left on one. ``patient``: members may
         lose touch with the coordinator for a while, so that a broken link alone does not say that one is lost. ``ledger``: what
         another roster of this run has left (`ledger`), of a run in which all had joined; this one goes on from there."""
         self.state = State.JOINING
         self.halt_reason: Mapping[str, Any] | None = None
         self.failures: list[Failure] = []
         self._elastic, self._patient = elastic, patient
+        self._chains = chains or Chains()
         self._halt_told: dict[str, Any] | None = None  # what the members were told when the run had to stop
         self._losses: list[str] = []  # losses after which the run continued
         self._told = 0  # the version of the newest view that was sent to all
@@ -105,11 +118,13 @@ class Roster:
         failures: list[Value] = [value_of_failure(failure) for failure in self.failures]
         members = {f"{MEMBER}{entry.member.peer}": value_of_entry(entry) for entry in self._members if not entry.is_observer}
         opened = {f"{OPENED}{name}": value for name, value in self._barriers.opened().items()}
-        return {RUN: [*run, halt, self._halt_told, failures, [*self._losses]], **members, **opened}
+        chains: dict[str, Value] = {CHAINS: self._chains.to_value()} if self._chains else {}
+        return {RUN: [*run, halt, self._halt_told, failures, [*self._losses]], **chains, **members, **opened}
 
     def _restore(self, ledger: Mapping[str, Any], now: float) -> None:
         state, version, told, complete, self._end_reason, self._elastic, halt, halt_told, failures, losses = ledger[RUN]
         self._version, self._told, self._complete = version, told, complete
+        self._chains = Chains.from_value(ledger.get(CHAINS, ()))
         self.halt_reason, self._halt_told = halt, halt_told
         self.state, self._losses = State(state), list(losses)
         self.failures = [failure_of_value(failure) for failure in failures]
@@ -142,7 +157,7 @@ class Roster:
 
     def view(self) -> View:
         """The members as they are now."""
-        return self._members.view(self._version, complete=self._complete)
+        return replace(self._members.view(self._version, complete=self._complete), chains=self._chains.value)
 
     def is_here(self, peer: PeerId) -> bool:
         """Whether this peer is a member now."""
@@ -162,7 +177,8 @@ class Roster:
                 return [Refuse(ticket, UsageError(f"{peer} cannot join: there are {MOST_OBSERVERS} observers already"))]
             entry = self._members.add(Member(peer, "", "", "observer", -1))
         stopped = self.halt_reason is not None and not self._complete
-        again = self._elastic and self.state is State.RUNNING and entry.member.kind in ("worker", "agent")
+        kinds = ("worker", "agent", "server") if self._chains else ("worker", "agent")
+        again = self._elastic and self.state is State.RUNNING and entry.member.kind in kinds
         if again and entry.presence in (Presence.HERE, Presence.LOST) and entry.incarnation != incarnation and not stopped:
             return self._join_again(entry, incarnation, address, ticket, now)
         if entry.presence is Presence.LOST or self.state in (State.FAILED, State.ENDED) or stopped:
@@ -206,7 +222,13 @@ class Roster:
     def _join_again(self, entry: Entry, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
         """A new process joins under the name of a worker that was lost, or that counts as lost now: it takes part in the run in
         progress."""
-        peer, actions = entry.member.peer, []
+        peer = entry.member.peer
+        actions: list[Action] = []
+        if entry.here and entry.member.kind == "server":  # what it had of the model may be lost with it
+            error = PeerLostError(peer, "it came back as another process")
+            actions += self._lose(entry, error.reason, error, now)
+            if self.state is not State.RUNNING:
+                return [Refuse(ticket, error), *actions]
         if entry.here:
             reason = "it came back as another process"
             self._losses.append(f"{peer}: {reason}")
@@ -249,6 +271,20 @@ class Roster:
         self._version += 1
         reason = f"{peer} is ready to take part"
         return [*self._tell_view(reason, but=peer), Answer(ticket, self.view().to_value(), reason)]
+
+    def handle_backup(self, head: PeerId, shard: int, backup: PeerId, ticket: Ticket, now: float) -> list[Action]:
+        """The server of a shard says that another one has an equal copy from now on."""
+        error, other = self._may_not(head), self._members.get(backup)
+        if error is None and (other is None or not other.here or other.member.kind != "server"):
+            error = PeerLostError(backup, "it is not there", waiting_for=f"its copy of shard {shard}")
+        why = None if error is not None else self._chains.add(shard, head, backup)
+        if error is not None or why is not None:
+            return [Refuse(ticket, error or ProtocolError(why or ""))]
+        self._version += 1
+        reason = f"shard {shard} is on {head} and on {backup}"
+        values: dict[str, Any] = {"shard": shard, "server": head, "backup": backup}
+        told = self._tell_view(reason, but=head)
+        return [Note("backup", values, reason), *told, Answer(ticket, self.view().to_value(), reason)]
 
     def handle_agree(
         self,
@@ -432,7 +468,8 @@ class Roster:
             why = self._why_an_agent_is_gone(entry.member.host, reason, now)
             return self._lose(entry, why, HostLostError(f"lost the host {entry.member.host}: {why}"), now)
         vouched_for = entry.member.host in self._members.agents
-        if vouched_for and (self._patient or not (self._elastic and self.state is State.RUNNING and entry.member.kind == "worker")):
+        spared = entry.member.kind == "worker" or (entry.member.kind == "server" and self._chains.spare(peer))
+        if vouched_for and (self._patient or not (self._elastic and self.state is State.RUNNING and spared)):
             if entry.member.is_role and self.state is State.RUNNING and entry.cut is None:
                 entry.cut = (now, reason)  # `tick` comes back to it: agents make it come often
             return []
@@ -567,6 +604,21 @@ class Roster:
                 actions += self._refuse_join(waiting, PeerLostError(peer, reason, waiting_for="all members to join"))
         if presence is Presence.LOST:
             actions.append(Drop(peer, reason, entry.incarnation or None))
+            actions += self._without_copies_of(peer)
+        return actions
+
+    def _without_copies_of(self, server: PeerId) -> list[Action]:
+        """A model server is lost, with all that it had of the model."""
+        shards = [shard for shard in self._chains.remove(server) if shard not in self._chains.lost]
+        if self.state not in (State.RUNNING, State.FINISHING):
+            return []
+        others = [entry for entry in self._members.of_kind("server") if entry.here]
+        actions: list[Action] = []
+        for shard in shards:
+            head, *_ = self._chains.value[shard]
+            why = "" if len(others) > 1 else ", since there is no other server"
+            reason = f"shard {shard} is only on {head} for now, without {server}{why}"
+            actions.append(Note("backup", {"shard": shard, "server": head, "backup": None, "alone": len(others) < 2}, reason))
         return actions
 
     def _lose(self, entry: Entry, reason: str, error: ZmqTrainError, now: float) -> list[Action]:
@@ -589,11 +641,12 @@ class Roster:
 
     def _fail_or_go_on(self, entry: Entry, failure: Failure, now: float) -> list[Action]:
         """A member is gone for good. An elastic run continues without workers, as long as others are left and the worker's own
-        code did not fail."""
+        code did not fail; and without model servers, as long as others have their shards."""
         roles = self._members.roles_of(entry.member.host) if entry.member.kind == "agent" else [entry]
         survivable = self._elastic and self.state in (State.RUNNING, State.FINISHING) and not failure.of_user
         left = any(other.here or other.presence is Presence.LEFT for other in self._members.of_kind("worker"))
-        if not (survivable and left and all(role.member.kind == "worker" for role in roles)):
+        kinds = ("worker", "server") if self._chains and not self._chains.lost else ("worker",)
+        if not (survivable and left and all(role.member.kind in kinds for role in roles)):
             return self._fail(failure, now)
         self._losses.append(failure.reason)
         values: dict[str, Any] = {"peer": failure.peer, "host": failure.host, "reason": failure.reason}

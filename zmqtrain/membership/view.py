@@ -48,6 +48,8 @@ class View:
     """The members that have joined and have not left or been lost."""
     lost: Mapping[PeerId, str]
     """The members that were lost, with the reasons."""
+    chains: tuple[tuple[PeerId, ...], ...] = ()
+    """If shards of the model are kept more than once: the servers that have each of them. The first one serves it."""
 
     def workers(self) -> list[Member]:
         """All workers, in order of rank."""
@@ -60,13 +62,20 @@ class View:
     def to_value(self) -> Value:
         """Return plain values for the wire."""
         members: list[Value] = [{name: getattr(member, name) for name in _FIELDS} for member in self.members.values()]
-        return {"version": self.version, "complete": self.complete, "members": members, "lost": dict(self.lost)}
+        value: dict[str, Value] = {
+            "version": self.version,
+            "complete": self.complete,
+            "members": members,
+            "lost": dict(self.lost),
+        }
+        return {**value, "chains": [list(chain) for chain in self.chains]} if self.chains else value
 
     @classmethod
     def from_value(cls, value: Any) -> View:
         """The view that `to_value` wrote. Raises ``KeyError`` or ``TypeError`` for anything else."""
         members = [Member(**member) for member in value["members"]]
-        return cls(value["version"], value["complete"], {member.peer: member for member in members}, dict(value["lost"]))
+        chains = tuple(tuple(map(str, chain)) for chain in value.get("chains", ()))
+        return cls(value["version"], value["complete"], {member.peer: member for member in members}, dict(value["lost"]), chains)
 
 
 #: `dataclasses.asdict` takes ten times as long, and a view may have thousands of members.

@@ -57,10 +57,10 @@ class SampleAccount:
 
     def to_dict(self, topology: Topology, *, done: bool) -> dict[str, Any] | None:
         """The account for ``summary.json``; ``None`` if nothing was trained, or if it is not known how many samples are due
-        (streams, the sample ring). ``done``: whether the run has ended well."""
+        (streams, the sample ring) or by which server they were counted (replicas). ``done``: whether the run has ended well."""
         compute = topology.compute
         ring = topology.data.shuffle == "ring"
-        if self._first is None or not self._known or ring or topology.hosts_open:
+        if self._first is None or not self._known or ring or topology.hosts_open or topology.replicated:
             return None
         batch, groups = compute.batch_size, compute.groups
         until = self._steps

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
+from zmqtrain.errors import UsageError
 from zmqtrain.plan.cluster import worker_speeds
 from zmqtrain.plan.contention import Fc, Shared, Work, update_s
 from zmqtrain.plan.efficiency import FC_SERVER, GroupStep, Station, divisors
@@ -196,8 +197,10 @@ def variants(topology: Topology, layers: Sequence[LayerShape]) -> dict[str, OurR
 
     A merged server, or each of several that divide its layers, is assumed to be as fast as a worker. Groups that take turns on the
     same slots (`[compute] pipeline`) count as one group with several batches in progress. Raises `UsageError` if the profile cannot
-    be used.
+    be used, or for model servers that keep copies, whose traffic this model lacks.
     """
+    if topology.replicated:
+        raise UsageError("what replicas cost is not predicted: remove [exchange] replicas to plan or tune the groups")
     depth, topology = topology.compute.pipeline, without_pipeline(topology)
     settings, compute = topology.plan, topology.compute
     loads = loads_of(layers, flops_per_s=settings.flops, word_bytes=settings.word_bytes)

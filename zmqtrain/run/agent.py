@@ -164,7 +164,8 @@ class Agent:
     async def _live(self, role: RolePlacement) -> None:
         """Run one role, from its start to the report of its end; repeatedly if workers are restarted."""
         topology = self._description.topology
-        left = topology.job.restarts if topology.elastic and role.kind == "worker" else 0
+        comes_back = role.kind == "worker" or (role.kind == "server" and topology.replicated)
+        left = topology.job.restarts if topology.elastic and comes_back else 0
         while not await self._live_once(role) and left and not self._stopping.is_set():
             left -= 1
             self._printed(role.peer, f"{role.peer} was lost and is started again (at most {left} more times)\n")

@@ -102,6 +102,7 @@ class Assembly:
             self.timeouts,
             agents=agents,
             elastic=topology.elastic,
+            replicated=topology.replicated,
             on_event=listeners.on_event,
             on_report=listeners.on_report,
             journal=journal,

@@ -99,6 +99,8 @@ class RunRecord:
         elif kind == "lost" and self._topology.elastic:
             self._losses.append(str(values["reason"]))
             self._view.note(f"continuing without {peer}: {values['reason']}")
+        elif kind == "backup" and values.get("alone"):
+            self._view.note(f"warning: {values['reason']}")
         elif kind == "join" and values.get("late"):
             self._view.note(f"{peer} is back")
         elif kind in ("failed", "halt") and not self.quiet:  # the reason is shown once, at the end, after all reports

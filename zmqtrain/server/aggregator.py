@@ -7,9 +7,9 @@ bucket never waits for another bucket; or all pieces of the server, if a global 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from zmqtrain.server.shard_entry import Gradient, Sum
 from zmqtrain.server.staleness import Decision, DuplicatePushError, Policy, StalenessMachine
@@ -18,6 +18,8 @@ from zmqtrain.wire.payload import Value
 #: ``none``: pushes are applied as they arrive. With snapshots all servers apply the steps of groups in one order: server 0
 #: ``decide``s it, the others ``follow``.
 Order = Literal["none", "decide", "follow"]
+#: What has become of a push: it is the group's next one; it has arrived, and the answer comes later; it was answered.
+Standing = Literal["new", "waits", "answered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,41 @@ class Aggregator:
         """See `StalenessMachine.rest`."""
         return _useful(unit.rest(group) for unit in self._units)
 
+    # If another server has a copy. Workers may then send again what has arrived here by another way.
+
+    def standing(self, piece: int, group: int, step: int) -> Standing:
+        """What has become of the group's push of this step. Raises `ProtocolError` if it is neither the group's next one nor the
+        one before that."""
+        unit = self._unit_of[piece]
+        clock = unit.machine.clock(group)
+        if clock is not None and step == clock - 1:
+            return "waits" if unit.machine.waits(group) else "answered"
+        unit.machine.check(group, step)
+        return "new"
+
+    def enters(self, piece: int, group: int) -> bool:
+        """Whether the group is to get the parameters for its first step later."""
+        return self._unit_of[piece].machine.waits(group)
+
+    def keeps(self, piece: int) -> bool:
+        """Whether a push of the piece has arrived that is not applied yet."""
+        return bool(self._unit_of[piece].arrived)
+
+    def state(self) -> list[Any]:
+        """Plain values for `load`, for each piece in order; without the pushes that are not applied yet, which `put_back` takes."""
+        assert all(len(unit.pieces) == 1 for unit in self._units), "pieces are decided about together"
+        return [[unit.machine.state(), [[life, step] for life, step in unit.gone.items()]] for unit in self._units]
+
+    def load(self, state: Sequence[Any]) -> None:
+        """Become what `state` has told of, of the same pieces."""
+        for unit, (machine, gone) in zip(self._units, state, strict=True):
+            unit.machine.load(machine)
+            unit.gone = dict(gone)
+
+    def put_back(self, push: Push, groups: Collection[int]) -> None:
+        """After `load`: a push that had arrived, and is not applied yet. ``groups``: all of which there is one of this piece."""
+        self._unit_of[push.piece].put_back(push, groups)
+
     def keep(self, step: int, *, show: bool, to: int = 0) -> list[Batch]:
         """A checkpoint is to be kept. If another server orders events, that server's order counts and this does nothing."""
         if self._order == "follow":
@@ -200,14 +237,15 @@ class Aggregator:
 class _Unit:
     """Pieces about which decisions are made together."""
 
-    __slots__ = ("_arrived", "_make_sum", "_sums", "gone", "machine", "pieces")
+    __slots__ = ("_make_sum", "_sums", "arrived", "gone", "machine", "pieces")
 
     def __init__(self, pieces: tuple[int, ...], machine: StalenessMachine, make_sum: Callable[[Sequence[int]], Sum] | None) -> None:
         """``make_sum``: given if the gradients of all groups are applied together."""
         self.pieces = pieces
         self.machine = machine
         self._make_sum = make_sum
-        self._arrived: dict[int, dict[int, Push]] = {}  # group -> piece -> push; a group has at most one pending step
+        self.arrived: dict[int, dict[int, Push]] = {}
+        """group -> piece -> push; a group has at most one pending step."""
         self._sums: dict[int, Sum] = {}
         self.gone: dict[int, int] = {}
         """Lives that were dropped, each with the number of steps that count here."""
@@ -215,16 +253,23 @@ class _Unit:
     def take(self, push: Push) -> bool:
         """Store a push. Returns whether the group's step is complete now."""
         self.machine.check(push.group, push.step)
-        arrived = self._arrived.get(push.group, {})
+        arrived = self.arrived.get(push.group, {})
         if push.piece in arrived:
             raise DuplicatePushError(f"group {push.group} has already pushed piece {push.piece} of step {push.step}")
+        self._add(push, self.machine.groups)
+        arrived[push.piece] = push
+        self.arrived[push.group] = arrived
+        return len(arrived) == len(self.pieces)
+
+    def put_back(self, push: Push, groups: Collection[int]) -> None:
+        self._add(push, sorted({*self.machine.groups, *groups}))  # some of them may be gone since
+        self.arrived[push.group] = {push.piece: push}
+
+    def _add(self, push: Push, groups: Sequence[int]) -> None:
         if self._make_sum is not None and not self._counts(push):
             if push.piece not in self._sums:
-                self._sums[push.piece] = self._make_sum(self.machine.groups)
+                self._sums[push.piece] = self._make_sum(groups)
             self._sums[push.piece].add(push.group, push.gradient)
-        arrived[push.piece] = push
-        self._arrived[push.group] = arrived
-        return len(arrived) == len(self.pieces)
 
     def _counts(self, push: Push) -> bool:
         """Whether the same batch already counts here."""
@@ -244,11 +289,11 @@ class _Unit:
         return self._batch(self.machine.rest(group))
 
     def is_complete(self, group: int) -> bool:
-        return len(self._arrived.get(group, {})) == len(self.pieces)
+        return len(self.arrived.get(group, {})) == len(self.pieces)
 
     def complete(self, group: int) -> Batch:
         """Apply the group's complete step."""
-        step = next(iter(self._arrived[group].values())).step
+        step = next(iter(self.arrived[group].values())).step
         return self._batch(self.machine.pushed(group, step))
 
     def leave(self, group: int) -> Batch:
@@ -257,7 +302,7 @@ class _Unit:
     def _batch(self, decision: Decision) -> Batch:
         updates: list[Update] = []
         if decision.apply:
-            pushes = [self._arrived.pop(group) for group in decision.apply]
+            pushes = [self.arrived.pop(group) for group in decision.apply]
             for piece in self.pieces:
                 of_piece = [by_piece[piece] for by_piece in pushes]
                 skipped = tuple(push.group for push in of_piece if push.torn and self._counts(push))

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zmqtrain.errors import CheckpointError
-from zmqtrain.exchange.checkpoint_part import fetch_part, send_nothing, send_part
+from zmqtrain.errors import CheckpointError, PeerTimeoutError
+from zmqtrain.exchange.checkpoint_part import fetch_part, send_nothing, send_part, wait_committed
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.server.model_server import ModelServer
+from zmqtrain.server.replicated import ReplicatedServer
 from zmqtrain.server.settings import ServerSettings
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
@@ -30,6 +31,17 @@ class CoordinatorCheckpoints:
 
     async def hold_nothing(self, sidecar: dict[str, Value]) -> None:
         await send_nothing(self.endpoint, self.name, sidecar, timeout_s=self.timeout_s)
+
+    async def committed(self, step: int) -> None:
+        while True:
+            try:
+                await wait_committed(self.endpoint, step, timeout_s=self.timeout_s)
+            except PeerTimeoutError:
+                continue  # it is late, but may still be complete
+            except CheckpointError:
+                return
+            else:
+                return
 
     async def restore(self) -> tuple[dict[str, Tensor], dict[str, Value]]:
         part = await fetch_part(self.endpoint, self.name, timeout_s=self.timeout_s)
@@ -56,6 +68,19 @@ async def run_server(context: RoleContext) -> None:
         barrier_s=timeouts.barrier_s,
         elastic=context.topology.elastic,
     )
+    if context.topology.replicated:
+        replicated = ReplicatedServer(
+            context.endpoint,
+            context.membership,
+            context.placement,
+            settings,
+            checkpoints=lambda shard: CoordinatorCheckpoints(context.endpoint, f"server-{shard}", timeouts.barrier_s),
+            recorder=context.recorder,
+            arena=context.arena,
+        )
+        context.membership.on_halt(replicated.halt)
+        await replicated.run()
+        return
     checkpoints = CoordinatorCheckpoints(context.endpoint, f"server-{role.index}", timeouts.barrier_s)
     server = ModelServer(
         context.endpoint, settings, recorder=context.recorder, checkpoints=checkpoints, arena=context.arena

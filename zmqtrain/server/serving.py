@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -29,9 +29,10 @@ from zmqtrain.exchange.server_messages import (
     shown_tag,
 )
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
-from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEvent, Update
+from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEvent, Push, Update
 from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.checkpoint import keep_pieces
+from zmqtrain.server.gate import OPEN, Gate
 from zmqtrain.server.load import Load
 from zmqtrain.server.momentum_sensor import Sensors
 from zmqtrain.server.norm import ServerSum
@@ -42,6 +43,7 @@ from zmqtrain.server.shard import GroupSum
 from zmqtrain.server.shard_entry import Loan, ShardEntry
 from zmqtrain.server.staleness import Policy, staleness_values
 from zmqtrain.waiting import together
+from zmqtrain.wire.payload import Value
 from zmqtrain.wire.value import ValuePayload
 
 T = TypeVar("T")
@@ -96,20 +98,27 @@ class Shard:
             self.last_staleness[group, update.piece] = staleness
         return after
 
-    def report(self, recorder: Recorder) -> None:
-        """Record the shard's final state and the statistics."""
+    def state_held(self, recorder: Recorder) -> None:
+        """Tell the auditor the shard's final state."""
         recorder.audit("held", pieces={index: (entry.piece, entry.memory()) for index, entry in self.entries.items()})
-        momentum, seen = self.sensors.fitted()
-        recorder.event(
-            "server",
-            momentum=momentum,
-            momentum_updates=seen,
-            updates=self.updates,
-            pushes=sum(self.staleness.values()),
-            batches=min((self.batches[piece] for piece in self.entries), default=None),
-            batches_most=max((self.batches[piece] for piece in self.entries), default=None),
-            **staleness_values(self.staleness),
-        )
+
+
+def report(shards: Collection[Shard], recorder: Recorder) -> None:
+    """Record the statistics of a server, which has served these shards."""
+    fits = [(momentum, seen) for momentum, seen in (shard.sensors.fitted() for shard in shards) if momentum is not None]
+    seen = sum(updates for _, updates in fits)
+    staleness = sum((shard.staleness for shard in shards), Counter[int]())
+    batches = [shard.batches[piece] for shard in shards for piece in shard.entries]
+    recorder.event(
+        "server",
+        momentum=sum(momentum * updates for momentum, updates in fits) / seen if seen else None,
+        momentum_updates=seen,
+        updates=sum(shard.updates for shard in shards),
+        pushes=sum(staleness.values()),
+        batches=min(batches, default=None),
+        batches_most=max(batches, default=None),
+        **staleness_values(staleness),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +137,31 @@ class Serving:
     """Serves a filled shard. Make one, `begin`, and `run` it until it is cancelled."""
 
     def __init__(
-        self, tools: ServerTools, configuration: Configuration, shard: Shard, *, first_step: int, finished: Set[PeerId]
+        self,
+        tools: ServerTools,
+        configuration: Configuration,
+        shard: Shard,
+        *,
+        first_step: int,
+        finished: Set[PeerId],
+        gate: Gate = OPEN,
     ) -> None:
-        """``finished``: the workers that need no more answers; the owner adds to it."""
+        """``finished``: the workers that need no more answers; the owner adds to it. ``gate``: what everything that workers are
+        sent must pass."""
+        self.lock = asyncio.Lock()
+        """One push, leaving or ordered event at a time. Whoever calls the methods below that need it holds it."""
+        self.gate = gate
+        self.admitted: set[tuple[int, int]] = set()
+        """(piece, life) of the parameters that were sent to a process for its first step."""
+        self.answered: dict[tuple[int, int], int] = {}
+        """(group, piece) -> the step for which its parameters were last sent."""
         self._endpoint, self._recorder, self._background = tools.endpoint, tools.recorder, tools.background
         self._checkpoints, self._arithmetic = tools.checkpoints, tools.arithmetic
         self._configuration, self._shard, self._finished = configuration, shard, finished
         self._elastic = configuration.elastic is not None
-        self._lock = asyncio.Lock()  # one push, leaving or ordered event at a time
         self._gone: set[int] = set()  # groups
-        self._lives: dict[int, int] = {}  # group -> which of its processes trains, if they may be lost
+        self.lives: dict[int, int] = {}
+        """group -> which of its processes trains, if they may be lost."""
         self._kept: set[int] = set()  # steps of checkpoints
         self._refusals = Refusals(tools.endpoint, "refused", tools.recorder, tools.background, timeout_s=tools.settings.request_s)
         policy = Policy(configuration.policy, configuration.bound)
@@ -150,7 +174,7 @@ class Serving:
         order: Order = "none"
         if ordered and len(configuration.servers) > 1:
             order = "decide" if tools.settings.index == 0 else "follow"
-        self._aggregator = Aggregator(
+        self.aggregator = Aggregator(
             list(shard.entries),
             policy,
             len(configuration.groups),
@@ -165,7 +189,7 @@ class Serving:
         groups = len(self._configuration.groups)
         for group in range(groups):
             for piece in self._shard.entries:
-                self._answer(group, piece, initial_tag(piece))
+                self.send_values(group, piece, initial_tag(piece))
         self._shard.sensors.watch(self._shard.entries.values(), groups)
 
     async def run(self, pushes: Subscription, orders: Subscription) -> None:
@@ -179,54 +203,49 @@ class Serving:
         when it is this event's turn, so that all servers keep the same version; otherwise at once, since the run ends."""
         if not self._shard.entries:  # the collector knows that this server has no part
             return
-        async with self._lock:
+        async with self.lock:
             if ordered:
-                await self._carry_out(partial(self._aggregator.keep, step, show=show, to=to), 0)
+                await self._carry_out(partial(self.aggregator.keep, step, show=show, to=to), 0)
             else:
                 self._keep(Keep(step, show, to))
 
     async def show(self, label: str, to: int = 0) -> None:
         """Show the shard as it is now to the workers of the group ``to``."""
-        async with self._lock:
+        async with self.lock:
             self._show(label, to)
 
-    # If workers may be lost.
+    # Under the lock.
 
-    def begin_with(self, lives: Mapping[int, int]) -> None:
-        """The processes with which the groups begin."""
-        self._lives = dict(lives)
+    async def push(self, push: Push, nbytes: int) -> None:
+        """Take a gradient of ``nbytes`` bytes. Those of processes that train no more are dropped."""
+        if push.life is None or self.lives.get(push.group) == push.life:
+            await self._carry_out(partial(self.aggregator.pushed, push), nbytes)
+
+    # Also under the lock, if workers may be lost.
 
     async def drop(self, group: int) -> None:
         """Go on without the present process of the group, if it has one. What it has pushed before still counts; nothing else
         will."""
-        async with self._lock:
-            life = self._lives.pop(group, None)
-            if life is not None:
-                self._recorder.audit("dropped", group=group, life=life)
-                await self._carry_out(partial(self._aggregator.drop, group, life), 0)
-
-    async def progress(self, life: int) -> tuple[int, int] | None:
-        """See `Aggregator.progress`."""
-        async with self._lock:
-            return self._aggregator.progress(life)
+        life = self.lives.pop(group, None)
+        if life is not None:
+            self._recorder.audit("dropped", group=group, life=life)
+            await self._carry_out(partial(self.aggregator.drop, group, life), 0)
 
     async def enter(self, step: int, lives: Mapping[int, int]) -> None:
         """From ``step`` on these processes of the groups train, and no others. New ones are sent the parameters for it."""
-        for group in [group for group, life in self._lives.items() if lives.get(group) != life]:
+        for group in [group for group, life in self.lives.items() if lives.get(group) != life]:
             await self.drop(group)
-        async with self._lock:
-            self._lives = dict(lives)
-            self._gone.clear()
-            for group in lives:
-                if self._aggregator.away(group):
-                    self._recorder.audit("entered", group=group, step=step)
-                await self._carry_out(partial(self._aggregator.enter, group, step), 0)
+        self.lives = dict(lives)
+        self._gone.clear()
+        for group in lives:
+            if self.aggregator.away(group):
+                self._recorder.audit("entered", group=group, step=step)
+            await self._carry_out(partial(self.aggregator.enter, group, step), 0)
 
     async def rest(self, group: int) -> None:
         """The group has nothing to train for now, so the others do not wait for it."""
-        async with self._lock:
-            self._recorder.audit("rests", group=group)
-            await self._carry_out(partial(self._aggregator.rest, group), 0)
+        self._recorder.audit("rests", group=group)
+        await self._carry_out(partial(self.aggregator.rest, group), 0)
 
     # The end.
 
@@ -236,8 +255,8 @@ class Serving:
             if left >= set(members) and group not in self._gone:
                 self._gone.add(group)
                 self._recorder.audit("left", group=group)
-                async with self._lock:
-                    await self._carry_out(partial(self._aggregator.left, group), 0)
+                async with self.lock:
+                    await self._carry_out(partial(self.aggregator.left, group), 0)
 
     async def _take_pushes(self, pushes: Subscription) -> None:
         entries, groups = self._shard.entries, self._configuration.groups
@@ -248,9 +267,8 @@ class Serving:
             began = clock()
             try:
                 push = parse_push(sender, tag, payload, entries, groups)
-                async with self._lock:
-                    if push.life is None or self._lives.get(push.group) == push.life:
-                        await self._carry_out(partial(self._aggregator.pushed, push), payload.nbytes)
+                async with self.lock:
+                    await self.push(push, payload.nbytes)
             except ProtocolError as error:
                 self._refusals.refuse(sender, tag, error)
             told = load.handled(began, clock(), waiting=pushes.ready, nbytes=payload.nbytes)
@@ -267,8 +285,8 @@ class Serving:
                 case _:
                     self._recorder.event("refused", sender=sender, reason="the order did not come from server 0")
                     continue
-            async with self._lock:
-                await self._carry_out(partial(self._aggregator.ordered, event), INLINE_BYTES)
+            async with self.lock:
+                await self._carry_out(partial(self.aggregator.ordered, event), INLINE_BYTES)
 
     # The consequences. All methods run under the lock.
 
@@ -294,7 +312,7 @@ class Serving:
                 self._recorder.audit(
                     "applied", piece=update.piece, step=reads[0][1], reads=reads, version=version, skipped=update.skipped
                 )
-            if self._shard.sensors.due(len(batch.updates)):
+            if self._shard.sensors.due(len(batch.updates)) and not self.gate.shut:
                 momentum, seen = self._shard.sensors.fitted()
                 self._recorder.event("momentum", fitted=momentum, updates=seen)
             if batch.updates and batch.answer:
@@ -303,20 +321,20 @@ class Serving:
                 start = clock()
             for group, step in batch.answer:
                 for piece in batch.pieces:
-                    self._answer(group, piece, parameters_tag(piece, step))
+                    self.answer(group, piece, step)
             for group in batch.entered:
                 for piece in batch.pieces:
-                    self._answer(group, piece, entered_tag(piece, self._lives[group]))
+                    self.admit(group, piece)
             if batch.keep is not None:
                 self._keep(batch.keep)
-        for event in self._aggregator.decided:
+        for event in self.aggregator.decided:
             for other in self._configuration.servers[1:]:
                 try:
                     await self._endpoint.send(other, ("order",), ValuePayload([event.kind, event.number]))
                 except PeerLostError:
                     if event.kind != "left":  # a server that has already finished need not know that a group leaves
                         raise
-        self._aggregator.decided.clear()
+        self.aggregator.decided.clear()
 
     async def _apply_clipped(self, batch: Batch) -> None:
         """Clip the mean gradient by its norm over all pieces of all servers, then apply it."""
@@ -327,15 +345,38 @@ class Serving:
         factor = min(1.0, self._clip_norm / (norm + 1e-6))  # like torch.nn.utils.clip_grad_norm_
         await self._compute(partial(shard.apply, updates, factor), nbytes)
 
-    def _answer(self, group: int, piece: int, tag: Tag) -> None:
-        """Send the piece's current values."""
-        entry = self._shard.entries[piece]
-        to = self._configuration.groups[group][entry.piece.position]
-        loan = entry.lend(ReadMeta(entry.version, self._shard.last_staleness.get((group, piece), 0)).to_value())
-        self._background.run(self._send(to, tag, loan, entry.piece.bucket))
+    def answer(self, group: int, piece: int, step: int) -> None:
+        """Send the group the parameters of a piece for ``step``."""
+        if not self.gate.shut:
+            self.answered[group, piece] = step
+        self.send_values(group, piece, parameters_tag(piece, step))
 
-    async def _send(self, to: PeerId, tag: Tag, loan: Loan, priority: int) -> None:
+    def admit(self, group: int, piece: int) -> None:
+        """Send the group's process, which comes late, the parameters of a piece for its first step."""
+        life = self.lives[group]
+        if not self.gate.shut:
+            self.admitted.add((piece, life))
+        self.send_values(group, piece, entered_tag(piece, life))
+
+    def send_values(self, group: int, piece: int, tag: Tag) -> None:
+        """Send the piece's current values."""
+        if self.gate.shut:
+            return
+        entry = self._shard.entries[piece]
+        self.send(group, entry, entry.lend(self.about(group, piece)), tag)
+
+    def about(self, group: int, piece: int) -> Value:
+        """The header of a piece's current values for the group."""
+        return ReadMeta(self._shard.entries[piece].version, self._shard.last_staleness.get((group, piece), 0)).to_value()
+
+    def send(self, group: int, entry: ShardEntry, loan: Loan, tag: Tag) -> None:
+        """Send what the entry has lent."""
+        to = self._configuration.groups[group][entry.piece.position]
+        self._background.run(self._send(to, tag, loan, entry.piece.bucket, self.gate.ticket()))
+
+    async def _send(self, to: PeerId, tag: Tag, loan: Loan, priority: int, ticket: int) -> None:
         try:
+            await self.gate.passed(ticket)
             loan.sent = await self._endpoint.send(to, tag, loan.payload, priority=priority)
         except PeerLostError:
             if to not in self._finished and not self._elastic:
@@ -358,7 +399,7 @@ class Serving:
 
     def _show(self, label: str, to: int) -> None:
         for piece in self._shard.entries:
-            self._answer(to, piece, shown_tag(piece, label))
+            self.send_values(to, piece, shown_tag(piece, label))
 
     async def _compute(self, work: Callable[[], T], nbytes: int) -> T:
         return await self._arithmetic.do_sized(work, 0 if self._configuration.phantom else nbytes)

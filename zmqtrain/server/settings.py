@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -34,4 +35,11 @@ class ServerCheckpoints(Protocol):
     async def hold_nothing(self, sidecar: dict[str, Value]) -> None:
         """The part of every checkpoint is empty."""
 
+    async def committed(self, step: int) -> None:
+        """Wait until the checkpoint of the step is complete, or will never be."""
+
     async def restore(self) -> tuple[dict[str, Tensor], dict[str, Value]]: ...
+
+
+#: Makes the place where the parts of a shard, given by its number, are stored.
+MakeCheckpoints: TypeAlias = Callable[[int], ServerCheckpoints]

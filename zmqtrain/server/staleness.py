@@ -17,7 +17,7 @@ may `rest`: the others do not wait for it, until it pushes again or has to enter
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -98,6 +98,27 @@ class StalenessMachine:
     def rests(self, group: int) -> bool:
         """Whether the group has nothing to push for now."""
         return group in self._resting
+
+    def waits(self, group: int) -> bool:
+        """Whether the group has pushed, or is to enter, and has had no answer yet."""
+        return group in self._waiting or group in self._coming
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for `load`."""
+        return {
+            "clock": [[group, step] for group, step in self._clock.items()],
+            "waiting": list(self._waiting),
+            "resting": sorted(self._resting),
+            "entering": sorted(self._entering),
+            "coming": [[group, step] for group, step in self._coming.items()],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Become what `state` has told of."""
+        self._clock = dict(state["clock"])
+        self._waiting = list(state["waiting"])
+        self._resting, self._entering = set(state["resting"]), set(state["entering"])
+        self._coming = dict(state["coming"])
 
     def expected(self, group: int) -> int:
         """The next step that the group has to push. Raises `UnknownGroupError`."""

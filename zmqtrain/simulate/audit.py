@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, cast
 
 from zmqtrain.exchange.pieces import Piece
+from zmqtrain.membership.chains import Chains
 from zmqtrain.merged_fc.profile_phases import worker_profile
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.ending import Ending
@@ -27,6 +29,7 @@ from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.memory import wrong_pieces
 from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.tensor import TensorPayload
 
 #: Further findings would tell nothing new.
 MOST = 20
@@ -60,6 +63,8 @@ class Auditor:
         self._spread: float | None = None
         self._wrong_values: str | None = None
         self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server holds when it ends
+        self._backups: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each copy of a shard holds that does not serve
+        self._chains = Chains([server.peer for server in placement.server_roles]) if topology.replicated else Chains()
         self._ledger = Ledger(topology, placement)
         self._ran = False  # all had joined
         self._trains: set[PeerId] = set()  # workers that have begun a step
@@ -83,6 +88,10 @@ class Auditor:
 
     def hear(self, peer: PeerId, what: str, values: Mapping[str, object]) -> None:
         """A role states a fact."""
+        if "shard" in values:  # of one copy of a shard
+            if what == "copied":
+                self._hear_copied(f"{peer}/{values['shard']}", f"{values['to']}/{values['shard']}")
+            peer = f"{peer}/{values['shard']}"
         if self._slots is not None:
             self._slots.hear(peer, what, values)
         if what == "applied":
@@ -119,8 +128,23 @@ class Auditor:
             differs = values.get("wrong")
             if differs is not None:
                 self._wrong_values = f"{peer}: {differs}"
-        elif what == "held" and self._topology.simulation.payload == "small":
+        elif what == "backup":
+            self._backups[peer] = cast(Mapping[int, tuple[Piece, Payload]], values["pieces"])
+        elif what == "held":
             self._held[peer] = cast(Mapping[int, tuple[Piece, Payload]], values["pieces"])
+
+    def _hear_copied(self, copy: str, other: str) -> None:
+        """Another copy of a shard begins with the state that this one has now."""
+        of_groups: list[dict[tuple[PeerId, int], Any]] = [self._versions, self._pushed, self._entered]
+        for facts in of_groups:
+            for key in [key for key in facts if key[0] == other]:
+                del facts[key]
+            facts |= {(other, key[1]): deepcopy(value) for key, value in facts.items() if key[0] == copy}
+        for marked in (self._gone, self._resting):
+            marked -= {key for key in marked if key[0] == other}
+            marked |= {(other, group) for server, group in marked if server == copy}
+        self._applied -= {key for key in self._applied if key[0] == other}
+        self._applied |= {(other, *key[1:]) for key in self._applied if key[0] == copy}
 
     def _hear_entered(self, server: PeerId, group: int, step: int) -> None:
         """A group trains from ``step`` on, unless it was there before."""
@@ -182,6 +206,11 @@ class Auditor:
             self._lost.update(dict.fromkeys(role.peer for role in self._placement.of_host(peer.removeprefix("agent/"))))
         elif kind == "lost":
             self._lost[peer] = None
+        if kind in ("lost", "failed"):
+            for each in (peer, *(role.peer for role in self._placement.of_host(peer.removeprefix("agent/")))):
+                self._chains.remove(each)
+        elif kind == "backup" and values["backup"] is not None:
+            self._chains.add(int(values["shard"]), str(values["server"]), str(values["backup"]))
 
     def launcher_died(self) -> None:
         """A launcher has died. Another one goes on only with what all know: that all have joined."""
@@ -229,7 +258,9 @@ class Auditor:
         return list(self._broken)
 
     def _hits_server(self, fault: Fault) -> bool:
-        """Whether a server may be lost, without which no run goes on."""
+        """Whether a server may be lost, without which the run does not go on."""
+        if self._chains and not self._chains.lost:
+            return False
         servers = (*self._placement.server_roles, *self._placement.fc_roles)
         hit = {fault.target, *(host for side in fault.sides for host in side)}
         return any(server.peer in hit or server.host in hit for server in servers)
@@ -250,6 +281,8 @@ class Auditor:
             if self.stopped_at is not None:
                 self._slots.total = None
             profile = worker_profile(self._topology) if compute.profile is not None else None
+            for backup, pieces in self._backups.items():
+                self._compare(backup, pieces)
             for found in self._slots.verdict(profile):
                 self.note(found)
         if not corrupted and self._topology.simulation.payload == "small" and not self._first:
@@ -271,12 +304,19 @@ class Auditor:
         if self._wrong_values is not None:
             self.note(self._wrong_values)
         if job.steps is not None and compute.profile is not None:
-            for server, pieces in self._held.items():
+            for server, pieces in self._held.items() if self._topology.simulation.payload == "small" else ():
                 wrong = wrong_pieces(worker_profile(self._topology), self._topology, job.steps, pieces)
                 if wrong is not None:
                     self.note(f"{server}: {wrong}")
         if self._equal_at_end and self._spread:
             self.note(f"replicas differ by up to {self._spread:g} at the end of synchronous training")
+
+    def _compare(self, backup: str, pieces: Mapping[int, tuple[Piece, Payload]]) -> None:
+        """At the end a shard's copies are equal."""
+        served = {index: held for each in self._held.values() for index, (_, held) in each.items()}
+        for index, (_, payload) in pieces.items():
+            if index in served and isinstance(payload, TensorPayload) and list(payload.frames()) != list(served[index].frames()):
+                self.note(f"{backup} has another copy of piece {index} than its server")
 
     def _own_fault(self, error: Mapping[str, Any]) -> bool:
         """Whether the job itself is at fault: its file, or its task's code, if it has any."""

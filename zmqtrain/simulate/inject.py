@@ -150,7 +150,9 @@ class Injector:
         except KeyError:
             return
         host = self._cluster.hosts.get(role.host)
-        if self._plan.description.topology.elastic and role.kind == "worker" and host is not None:
+        topology = self._plan.description.topology
+        needed = topology.elastic and (role.kind == "worker" or (role.kind == "server" and topology.replicated))
+        if needed and host is not None:
             # An agent that was started again starts all roles of its host.
             coming = any(life.get_name() == f"agent/{role.host}" and not life.done() for life in self.agents)
             if host.start_again(role) or coming:

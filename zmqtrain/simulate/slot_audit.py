@@ -1,6 +1,7 @@
 """Properties of runs with model servers that go on without lost workers: checked against what workers and servers state.
 
 - Every batch counts at most once for every piece of the model, whoever trains it.
+- What a worker had an answer to counts, even if the server that answered was lost.
 - In the end each batch counts for all pieces or for none; and if the run's length is given in epochs, all their batches count.
 - The servers hold exactly what one process computes from the same gradients in the same order.
 """
@@ -8,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -33,6 +35,9 @@ class SlotAudit:
         self._taken: dict[tuple[int, int], int] = {}  # group, step -> slot
         self._counted: dict[Where, dict[int, int]] = {}  # slot -> times
         self._updates: dict[Where, list[tuple[int, ...]]] = {}  # the slots of each update
+        self._applied: dict[Where, set[tuple[int, int]]] = {}  # groups and steps
+        self._answered: dict[int, set[tuple[int, int]]] = {}  # piece -> groups and steps
+        self._server: dict[int, PeerId] = {}  # piece -> who served it in the end
         self._held: dict[Where, tuple[Piece, Payload]] = {}
         self.total: int | None = None
         """The number of slots that must count in the end, if that is known."""
@@ -48,12 +53,34 @@ class SlotAudit:
             for slot in slots:
                 counted[slot] = counted.get(slot, 0) + 1
             self._updates.setdefault(where, []).append(slots)
-        elif what == "held" and self._topology.simulation.payload == "small":
-            self._held.update({(peer, index): held for index, held in values["pieces"].items()})
+            self._applied.setdefault(where, set()).update((group, step) for group, step, _ in values["reads"])
+        elif what == "read":
+            self._answered.setdefault(int(values["piece"]), set()).add((self._placement.role(peer).group, values["step"] - 1))
+        elif what == "copied":
+            other = f"{values['to']}/{values['shard']}"
+            facts: dict[Where, Any]
+            for facts in (self._counted, self._updates, self._applied):
+                for where in [where for where in facts if where[0] == other]:
+                    del facts[where]
+                facts |= {(other, where[1]): copy(value) for where, value in facts.items() if where[0] == peer}
+        elif what == "held":
+            self._server.update(dict.fromkeys(values["pieces"], peer))
+            if self._topology.simulation.payload == "small":
+                self._held.update({(peer, index): held for index, held in values["pieces"].items()})
 
     def verdict(self, profile: Profile | None) -> list[str]:
         """The violations of a run that ended well, in words."""
         found = []
+        # Of copies of a shard, the one counts that served it in the end.
+        for where in [where for where in self._counted if self._server.get(where[1], where[0]) != where[0]]:
+            del self._counted[where]
+        for where in self._counted:
+            for group, step in self._answered.get(where[1], ()):
+                if (group, step) not in self._applied[where]:
+                    found.append(
+                        f"step {step} of group {group} was answered, but {where[0]} has not counted it in piece {where[1]}"
+                    )
+                    break
         sets = {}
         for where, counted in self._counted.items():
             twice = [slot for slot, times in counted.items() if times > 1]

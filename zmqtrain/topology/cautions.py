@@ -17,7 +17,7 @@ class Caution:
     """A warning that is shown before a run."""
 
     name: str
-    """The subject: ``idle`` or ``exchange``."""
+    """The subject: ``idle``, ``exchange`` or ``replicas``."""
     what: str
     remedy: str
 
@@ -30,7 +30,13 @@ def cautions(topology: Topology, placement: Placement, gpus: int = 0) -> tuple[C
     host."""
     if topology.hosts_open:
         return ()
-    return (*_hosts(topology, placement), *_devices(topology, placement, gpus), *_slots(topology, placement), *_alone(topology))
+    return (
+        *_hosts(topology, placement),
+        *_devices(topology, placement, gpus),
+        *_slots(topology, placement),
+        *_alone(topology),
+        *_copies(topology, placement),
+    )
 
 
 def _hosts(topology: Topology, placement: Placement) -> Iterator[Caution]:
@@ -92,6 +98,16 @@ def _alone(topology: Topology) -> Iterator[Caution]:
             "exchange",
             f'there is no other group to {doing} with: kind = "{kind}" does nothing here',
             "raise [compute] groups, or remove [exchange] kind",
+        )
+
+
+def _copies(topology: Topology, placement: Placement) -> Iterator[Caution]:
+    hosts = {server.host for server in placement.server_roles}
+    if topology.replicated and len(hosts) == 1 and len(topology.hosts) > 1:
+        yield Caution(
+            "replicas",
+            f"all model servers are on {min(hosts)}, and so are the copies of their shards",
+            "raise [exchange] shards, so that a lost host does not take all with it",
         )
 
 

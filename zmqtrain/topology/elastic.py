@@ -9,6 +9,9 @@ from zmqtrain.topology.broken_rule import Path
 if TYPE_CHECKING:
     from zmqtrain.topology.schema import Topology
 
+#: The settings that ask for a run which carries on, for messages.
+ASKING = "[job] elastic and restarts, and [exchange] replicas"
+
 
 def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     """Why the run cannot carry on without a lost worker, and the fields on which that depends; ``None`` if it can."""

@@ -49,6 +49,15 @@ class ExchangeSection(Section):
         le=4096,
         description="Number of model servers. Each holds a part of the model; the parts are equal in bytes.",
     )
+    replicas: int = Field(
+        default=0,
+        ge=0,
+        le=1,
+        description="For elastic runs of tasks with model servers: on how many other servers each shard (parameters, optimizer "
+        "state, and which gradients it has applied) is kept, too, on another host where there is one. With 1, a gradient counts "
+        "once both servers have it; when a server is lost, the other one serves its shard at once, and the next copy is made "
+        "while training goes on. 0: a lost server ends the run.",
+    )
     snapshot: bool = Field(default=False, description="Every read of the parameters returns a single version of the whole model.")
     every: Annotated[int, Field(ge=1, le=MOST)] | Literal["log p"] = Field(
         default=1,

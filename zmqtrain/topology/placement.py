@@ -181,6 +181,18 @@ def place(topology: Topology) -> Placement:
     )
 
 
+def backups_for(placement: Placement, server: str) -> tuple[str, ...]:
+    """The other model servers, by how well each can keep a copy of what ``server`` serves: those on other hosts first, then by
+    number, going round from the next one on, so that the copies of all servers are spread evenly."""
+    servers = placement.server_roles
+    own = placement.role(server)
+
+    def key(other: RolePlacement) -> tuple[bool, int]:
+        return other.host == own.host, (other.index - own.index) % len(servers)
+
+    return tuple(other.peer for other in sorted(servers, key=key) if other.peer != server)
+
+
 def place_before(topology: Topology) -> Placement:
     """The job's groups and roles while the hosts' slots are not known yet: which roles there will be, but not where they will
     run.

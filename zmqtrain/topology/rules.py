@@ -281,7 +281,7 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
     exchange = topology.exchange
     given = exchange.model_fields_set
     if exchange.kind != "model_server":
-        for name in ("shards", "staleness", "snapshot", "compression"):
+        for name in ("shards", "replicas", "staleness", "snapshot", "compression"):
             field = type(exchange).model_fields[name]
             if name in given and getattr(exchange, name) != field.default:
                 yield rule(
@@ -303,9 +303,26 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
             ("exchange", "compression_ratio"),
             ("exchange", "compression"),
         )
+    if exchange.kind == "model_server" and exchange.replicas:
+        yield from _replicas(topology)
     yield from _merged_fc(topology)
     yield from _averaging(topology)
     yield from _gossip(topology)
+
+
+def _replicas(topology: Topology) -> Iterator[BrokenRule]:
+    path: Path = ("exchange", "replicas")
+    if topology.exchange.shards < 2:
+        yield rule(
+            "the only model server has no other one that could keep a copy: set shards to at least 2, or remove replicas",
+            path,
+            ("exchange", "shards"),
+        )
+    if not topology.elastic:
+        reason, paths = why_not_elastic(topology) or ("elastic is false", ())
+        yield rule(
+            f"replicas is for elastic runs; this one ends when any of its roles is lost: {reason}", path, ("job", "elastic"), *paths
+        )
 
 
 def _merged_fc(topology: Topology) -> Iterator[BrokenRule]:

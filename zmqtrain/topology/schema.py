@@ -135,7 +135,12 @@ class Topology(Section):
     @property
     def asks_elastic(self) -> bool:
         """Whether the file asks for that, so that a run which cannot do it is refused."""
-        return bool(self.job.elastic or (self.job.restarts and self.elastic))
+        return bool(self.job.elastic or (self.job.restarts and self.elastic) or self.replicated)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether the run carries on without a model server that is lost, since another one has its shard, too."""
+        return self.exchange.kind == "model_server" and self.exchange.replicas > 0
 
     @property
     def divided(self) -> bool:

@@ -25,6 +25,7 @@ from zmqtrain.errors import CheckpointError, TaskError, UsageError
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.topology.elastic import ASKING
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.shares import Shares, in_step
 from zmqtrain.wire.tensor import TensorPayload
@@ -361,8 +362,8 @@ def _check_stream(source: Source, context: RoleContext, *, limited: bool) -> Non
     apart = exchange.kind == "model_server" and exchange.policy != "sync" and context.placement.groups > 1
     if topology.asks_elastic:
         raise UsageError(
-            f"{source.name} is a stream, and no other worker can take over a part of it: remove [job] elastic and restarts, or use "
-            "a map-style dataset"
+            f"{source.name} is a stream, and no other worker can take over a part of it: remove {ASKING}, or use a "
+            "map-style dataset"
         )
     if topology.compute.parts == "measured":
         raise UsageError(

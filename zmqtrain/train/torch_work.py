@@ -28,6 +28,7 @@ from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import turn
+from zmqtrain.topology.elastic import ASKING
 from zmqtrain.train.batches import make_batches, partition_of
 from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
@@ -148,7 +149,7 @@ class TorchWork:
         """Weights are summed over all workers in every step."""
         why = "the weights of its loss are summed over the workers that train in step"
         if self._context.topology.asks_elastic:
-            raise UsageError(f"{why}, so that none may be lost: remove [job] elastic and restarts, or return a plain mean")
+            raise UsageError(f"{why}, so that none may be lost: remove {ASKING}, or return a plain mean")
         await self._context.membership.need_all(why)
 
     @classmethod

@@ -1,0 +1,132 @@
+"""Model servers whose shards are kept twice: whole runs in simulated time go on without those that are lost. The auditor compares
+what is served in the end with one process, bit by bit, and counts every batch and every answer
+(`zmqtrain.simulate.slot_audit`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from zmqtrain.simulate.faults import Fault, kill, pause, restart
+from zmqtrain.simulate.run import Options, Result, simulate
+from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.schema import Topology
+
+TOPOLOGY = """
+[job]
+{length}
+timeout = "5 s"
+{job}
+[[hosts]]
+name = "h[1-3]"
+address = "10.0.0.1"
+slots = 1
+[[hosts]]
+name = "s[1-{servers}]"
+address = "10.0.0.2"
+slots = 1
+[compute]
+groups = 3
+batch_size = {batch}
+device = "modelled"
+profile = "lenet"
+bucket_size = "64 KiB"
+noise = {{ kind = "normal", spread = 0.5 }}
+[exchange]
+kind = "model_server"
+staleness = {staleness}
+shards = {servers}
+replicas = 1
+[network]
+bandwidth = "1 Gbit/s"
+latency = "100 us"
+[simulation]
+payload = "small"
+time_limit = 120
+[observe]
+trace_steps = 0
+"""
+POLICIES = ['"async"', "{ bound = 0 }", "{ bound = 2 }", '"sync"']
+
+
+def topology(staleness: str, *, servers: int = 3, epochs: bool = False, job: str = "") -> Topology:
+    length, batch = ("epochs = 2", 2000) if epochs else ("steps = 24", 128)
+    return parse_topology(TOPOLOGY.format(staleness=staleness, length=length, batch=batch, job=job, servers=servers))
+
+
+def run(faults: Sequence[Fault], staleness: str = '"async"', *, seed: int = 1, **how: Any) -> tuple[Result, list[tuple[str, int]]]:
+    """Returns also which server took over which shard."""
+    took: list[tuple[str, int]] = []
+
+    def hear(peer: str, events: Sequence[Mapping[str, Any]]) -> None:
+        took.extend((peer, event["values"]["shard"]) for event in events if event["kind"] == "took over")
+
+    result = simulate(topology(staleness, **how), seed=seed, options=Options(faults=faults, on_report=hear))
+    assert result.broken == []
+    return result, took
+
+
+def survives(faults: Sequence[Fault], staleness: str = '"async"', **how: Any) -> list[tuple[str, int]]:
+    result, took = run(faults, staleness, **how)
+    assert result.ending.status == "done", result.ending.error
+    assert result.seconds < 15
+    return took
+
+
+@pytest.mark.parametrize("staleness", POLICIES)
+def test_a_backup_serves_at_once(staleness: str) -> None:
+    assert survives([kill("server/1", at=0.012)], staleness, epochs=True) == [("server/2", 1)]
+
+
+def test_two_servers_are_lost_one_after_the_other_and_the_last_one_serves_all() -> None:
+    took = survives([kill("server/1", at=0.008), kill("server/2", at=0.016)], '"sync"', epochs=True)
+    assert {shard for _, shard in took} == {1, 2}
+
+
+def test_with_a_host_a_worker_and_its_server_are_lost() -> None:
+    survives([kill("s1", at=0.01), kill("worker/0", at=0.01)], '"async"', epochs=True)
+
+
+def test_one_that_stands_still_is_gone_on_without() -> None:
+    survives([pause("server/0", 60.0, at=0.01)], '"sync"')
+
+
+def test_a_new_process_becomes_the_backup() -> None:
+    took = survives([restart("server/0", at=0.006, after=0.003), kill("server/1", at=0.02)], '"async"', servers=2, epochs=True)
+    assert took == [("server/0", 0), ("server/0", 1)]  # server/1, which had taken over before, has not lived to say so
+
+
+def test_if_both_are_lost_the_run_ends_and_names_the_last() -> None:
+    result, _ = run([kill("server/0", at=0.01), kill("server/1", at=0.0102)], servers=2)
+    assert result.ending.status == "failed"
+    assert result.ending.error is not None
+    assert "server/1" in str(result.ending.error["message"])
+    assert result.seconds < 10
+
+
+def test_before_it_has_a_backup_a_server_is_not_spared() -> None:
+    result, _ = run([kill("server/0", at=0.001)])
+    assert result.ending.status == "failed"
+
+
+def faults_of(draw: random.Random, servers: int) -> list[Fault]:
+    """Losses of some servers, and perhaps of a worker, at any moment after the first copies."""
+    faults, at = [], draw.uniform(0.0025, 0.03)
+    for victim in draw.sample(range(servers), draw.randint(1, servers - 1)):
+        peer = f"server/{victim}"
+        faults.append(draw.choice((kill(peer, at=at), restart(peer, at=at, after=0.003), pause(peer, 60.0, at=at))))
+        at += draw.uniform(0.0, 0.01)
+    worker, at = f"worker/{draw.randrange(3)}", draw.uniform(0.003, 0.03)
+    return [*faults, *draw.choice(([], [kill(worker, at=at)], [restart(worker, at=at, after=0.002)]))]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_losses_break_nothing(seed: int) -> None:
+    """Where nobody has a shard any more, the run may end; the auditor knows."""
+    draw = random.Random(seed)
+    servers = draw.choice((2, 3, 4))
+    job = draw.choice(("", "eval_every = 5", "checkpoint_every = 4\neval_every = 6"))
+    run(faults_of(draw, servers), POLICIES[seed % len(POLICIES)], seed=seed, servers=servers, epochs=draw.random() < 0.5, job=job)

@@ -1,0 +1,400 @@
+"""A model server of a run whose shards are kept twice: it serves its own shard, keeps copies of others, and serves those whose
+servers are lost::
+
+    configure, initial values -> a copy for the backup -> serving (`Head`) ... -> finished
+    a copy from another server -> its operations ...   -> that server is lost -> serving (`Head`) ...
+
+Which server serves a shard is what the newest view of the members says (`zmqtrain.membership.chains`). A worker may know of a
+newer view than this server, so what it asks for waits until this server knows of it, too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from zmqtrain.arena.arena import Arena
+from zmqtrain.errors import PeerLostError, ProtocolError
+from zmqtrain.events import NullRecorder, Recorder
+from zmqtrain.exchange.arithmetic import Arithmetic
+from zmqtrain.exchange.server_changes import CHANGE, HISTORY, MEMBERS
+from zmqtrain.exchange.server_heads import AGAIN
+from zmqtrain.exchange.server_messages import Configuration, parse_push_tag
+from zmqtrain.membership.client import Membership
+from zmqtrain.membership.news import News
+from zmqtrain.membership.view import View
+from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
+from zmqtrain.server.background import Background
+from zmqtrain.server.fill import fill, make_entries
+from zmqtrain.server.gate import ShutGate
+from zmqtrain.server.head import Head
+from zmqtrain.server.lives import Seen, lives_of
+from zmqtrain.server.load import Load
+from zmqtrain.server.operations import LOG, LOGGED, Operation, logged_tag
+from zmqtrain.server.serving import ServerTools, Shard, report
+from zmqtrain.server.settings import MakeCheckpoints, ServerSettings
+from zmqtrain.server.shard_copy import Incoming, ShardCopy
+from zmqtrain.server.stream import FIRST
+from zmqtrain.topology.placement import Placement, backups_for
+from zmqtrain.waiting import task_group
+from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.value import ValuePayload
+
+
+class Follower:
+    """A copy of a shard that another server serves."""
+
+    def __init__(self, incoming: Incoming) -> None:
+        self.incoming = incoming
+        self.copy: ShardCopy | None = None
+        """Set once it is complete."""
+        self.moved = asyncio.Event()
+        """There may be something to acknowledge."""
+
+    @property
+    def head(self) -> PeerId:
+        """The server that serves the shard."""
+        return self.incoming.head
+
+
+class ReplicatedServer:
+    """`run` it once."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        membership: Membership,
+        placement: Placement,
+        settings: ServerSettings,
+        *,
+        checkpoints: MakeCheckpoints,
+        recorder: Recorder | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        """``checkpoints(shard)``: where the parts of a shard are stored. ``arena``: the memory that it shares with other
+        processes of its host."""
+        self._endpoint, self._membership, self._settings, self._arena = endpoint, membership, settings, arena
+        self._recorder: Recorder = recorder or NullRecorder()
+        self._make_checkpoints = checkpoints
+        self._backups = partial(backups_for, placement)
+        self._news = News(membership)
+        self._seen = Seen(settings.workers)
+        self._heads: dict[int, Head] = {}
+        self._followers: dict[int, Follower] = {}
+        self._parked: dict[int, dict[tuple[PeerId, int], tuple[PeerId, Tag, Payload]]] = {}  # pushes that come before a view
+        self._shards: dict[int, int] = {}  # piece -> shard
+        self._headed = asyncio.Event()  # it serves another shard
+        self._holds = membership.late  # whether it has got what it begins with: one that comes late begins with nothing
+        self._servers = frozenset(server.peer for server in placement.server_roles)
+        self._serving: set[int] = set()  # of the heads, those whose workers are answered
+        self._arithmetic = Arithmetic("compute")
+        self._halted: PeerLostError | None = None
+
+    async def run(self) -> None:
+        """Returns when all workers have finished. Raises `PeerLostError` if one is lost before this server has begun, or if a
+        backup is out of reach although it is not lost."""
+        loop, endpoint = asyncio.get_running_loop(), self._endpoint
+        self._configured: asyncio.Future[Configuration] = loop.create_future()
+        self._done: asyncio.Future[None] = loop.create_future()
+        endpoint.serve("configure", self._on_configure)
+        endpoint.serve("checkpoint", self._on_checkpoint)
+        endpoint.serve("show", self._on_show)
+        endpoint.serve("left", self._on_left)
+        endpoint.serve("finished", self._on_finished)
+        endpoint.serve(MEMBERS, self._on_members)
+        endpoint.serve(CHANGE, self._on_change)
+        endpoint.serve(HISTORY, self._on_history)
+        endpoint.serve(AGAIN, self._on_again)
+        endpoint.on_lost(self._on_lost)
+        topics = [endpoint.subscribe(topic) for topic in ("push", LOG, LOGGED)]
+        pushes, log, logged = topics
+        try:
+            async with task_group() as tasks:
+                self._background = Background(tasks)
+                lives = [tasks.create_task(each) for each in (self._take_pushes(pushes), self._take_log(log))]
+                lives += [tasks.create_task(self._take_logged(logged)), tasks.create_task(self._finish())]
+                if not self._membership.late:
+                    lives.append(tasks.create_task(self._begin()))
+                self._membership.on_view(self._heed)
+                self._heed(self._membership.view)
+                await self._done
+                for life in lives:
+                    life.cancel()
+                self._background.end()
+        finally:
+            for topic in topics:
+                topic.close()
+            self._arithmetic.close()
+            if self._done.done() and not self._done.cancelled():
+                self._done.exception()  # raised above, unless another error came first
+        for head in self._heads.values():
+            head.copy.state_held(backup=False)
+        for follower in self._followers.values():
+            if follower.copy is not None:
+                follower.copy.state_held(backup=True)
+        report([head.copy.shard for head in self._heads.values()], self._recorder)
+
+    async def _finish(self) -> None:
+        """Once all workers have left: nobody needs a copy that is still being made."""
+        await self._membership.finished.wait()
+        if self._holds and not self._done.done() and all(head.ended for head in self._heads.values()):
+            self._done.set_result(None)
+
+    def halt(self, reason: Mapping[str, Any]) -> None:
+        """The run must stop."""
+        peer = str(reason.get("peer", "worker"))
+        self._halted = PeerLostError(peer, str(reason.get("message", "the run was halted")), waiting_for="workers")
+        self._maybe_end()
+
+    # Its own shard.
+
+    def _tools(self, shard: int) -> ServerTools:
+        return ServerTools(
+            self._endpoint, self._settings, self._recorder, self._make_checkpoints(shard), self._arithmetic, self._background
+        )
+
+    async def _begin(self) -> None:
+        configuration, number = await self._configured, self._settings.index
+        tools, shard = self._tools(number), Shard()
+        make_entries(shard, configuration, number, self._arena)
+        first_step = await fill(shard, configuration, tools)
+        copy = ShardCopy(tools, configuration, number, shard, first_step=first_step, gate=ShutGate())
+        self._seen.add(copy.lives.training)
+        self._know(configuration)
+        head = self._serve(tools, copy)
+        await head.settled.wait()  # from the first step on nothing is lost with a server
+        await head.begin()
+        self._announce(head)
+        self._holds = True
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run it for as long as this server lasts. Nothing happens if it is ending because of an error."""
+        with suppress(RuntimeError):
+            self._background.run(coroutine)
+
+    def _know(self, configuration: Configuration) -> None:
+        if not self._shards:
+            self._shards = {piece.index: piece.server for piece in configuration.pieces()}
+
+    def _serve(self, tools: ServerTools, copy: ShardCopy) -> Head:
+        head = Head(tools, copy, self._membership, self._news, self._backups)
+        self._heads[copy.number] = head
+        self._run(head.run())
+        return head
+
+    def _announce(self, head: Head) -> None:
+        """From now on it serves the shard: also what was asked for before."""
+        self._serving.add(head.copy.number)
+        self._headed.set()
+        self._headed = asyncio.Event()
+        for sender, tag, payload in self._parked.pop(head.copy.number, {}).values():
+            self._run(head.push(sender, tag, payload))
+        self._drop_gone(self._news.view)
+
+    async def _head(self, shard: Value) -> Head:
+        """The head of a shard, once this server serves it. Raises `ProtocolError` if it does not within the time that workers wait
+        for parameters."""
+        try:
+            async with asyncio.timeout(self._settings.barrier_s):
+                while shard not in self._serving:
+                    await self._headed.wait()
+        except TimeoutError:
+            raise ProtocolError(f"{self._endpoint.peer} does not serve shard {shard!r:.20}") from None
+        assert isinstance(shard, int)
+        return self._heads[shard]
+
+    # Copies of other shards.
+
+    async def _take_log(self, log: Subscription) -> None:
+        async for sender, tag, payload in log:
+            shard = tag[1]
+            if sender not in self._servers or not isinstance(shard, int):
+                raise ProtocolError(f"{sender} sent {tag!r:.60}, which only model servers may")
+            if isinstance(payload.meta, list) and payload.meta[:1] == ["begin"]:
+                if shard not in self._heads:  # otherwise the sender does not know yet that it counts as lost
+                    self._follow(shard, Follower(Incoming(sender, payload)))
+                continue
+            follower = self._followers.get(shard)
+            if follower is not None and follower.head == sender:
+                await self._take_of(shard, follower, payload)
+
+    def _follow(self, shard: int, follower: Follower) -> None:
+        self._forget(shard)
+        self._followers[shard] = follower
+        self._run(self._acknowledge(shard, follower))
+
+    def _forget(self, shard: int) -> Follower | None:
+        follower = self._followers.pop(shard, None)
+        if follower is not None:
+            follower.moved.set()
+        return follower
+
+    async def _take_of(self, shard: int, follower: Follower, payload: Payload) -> None:
+        """The next message of the server that serves the shard."""
+        copy = follower.copy
+        if copy is None:
+            if not follower.incoming.take(payload):
+                return
+            copy = follower.copy = follower.incoming.copy(self._tools(shard), shard, ShutGate())
+            self._know(copy.configuration)
+            self._seen.add(copy.lives.training)
+        else:
+            _, number, operation = Operation.of(payload)
+            async with copy.lock:
+                if self._followers.get(shard) is not follower:  # it serves the shard itself by now
+                    return
+                await copy.perform(operation, number)
+        follower.moved.set()
+        self._maybe_end()
+
+    async def _acknowledge(self, shard: int, follower: Follower) -> None:
+        """Tell the server of the shard how far its copy here has got."""
+        told = -1
+        while self._followers.get(shard) is follower:
+            follower.moved.clear()
+            if follower.copy is not None and follower.copy.done > told:
+                told = follower.copy.done
+                with suppress(PeerLostError):  # a view will say so
+                    await self._endpoint.send(follower.head, logged_tag(shard), ValuePayload([told]), priority=FIRST)
+                continue
+            await follower.moved.wait()
+
+    async def _take_logged(self, logged: Subscription) -> None:
+        async for sender, tag, payload in logged:
+            match tag, payload.meta:
+                case (_, int(shard)), [int(number)]:
+                    if (head := self._heads.get(shard)) is not None:
+                        head.acknowledge(sender, number)
+                case _:
+                    raise ProtocolError(f"{sender} sent {payload.meta!r:.60} as what it has of a shard")
+
+    async def _take_over(self, shard: int, copy: ShardCopy) -> None:
+        async with copy.lock:  # an operation may be under way
+            head = self._serve(self._tools(shard), copy)
+        reason = f"{self._endpoint.peer} serves shard {shard} from now on"
+        self._recorder.event("took over", shard=shard, updates=copy.shard.updates, reason=reason)
+        self._announce(head)
+
+    # Changes of the members.
+
+    def _heed(self, view: View) -> None:
+        """There is a new view."""
+        self._seen.note(view)
+        for head in self._heads.values():
+            head.heed(view)
+        for shard, chain in enumerate(view.chains):
+            follower = self._followers.get(shard)
+            if follower is None:
+                continue
+            if chain[:1] == (self._endpoint.peer,):
+                assert follower.copy is not None, "only complete copies come into a chain"
+                self._forget(shard)
+                self._run(self._take_over(shard, follower.copy))
+            elif follower.head in view.lost and self._endpoint.peer not in chain:
+                self._forget(shard)
+        self._drop_gone(view)
+        self._maybe_end()
+
+    def _drop_gone(self, view: View) -> None:
+        for shard in self._serving:
+            head = self._heads[shard]
+            for peer, life in self._seen.gone(view, head.copy.lives.training):
+                self._run(head.drop(peer, life))
+
+    def _on_lost(self, peer: PeerId, reason: str) -> None:
+        if peer in self._settings.workers and not self._holds and not self._heads and not self._done.done():
+            self._done.set_exception(PeerLostError(peer, reason, waiting_for="its gradients"))
+
+    def _maybe_end(self) -> None:
+        """End, if all that train have finished with all shards that are here."""
+        heads = self._heads.values()
+        followed = [follower.copy for follower in self._followers.values() if follower.copy is not None]
+        copies = [*(head.copy for head in heads), *followed]
+        if self._done.done() or not self._holds or not copies:
+            return
+        if all(head.ended for head in heads) and all(copy.lives.ended for copy in followed):
+            self._done.set_result(None)
+        elif self._halted is not None and all(copy.lives.all_gone for copy in copies):
+            self._done.set_exception(self._halted)
+
+    # What workers send.
+
+    async def _take_pushes(self, pushes: Subscription) -> None:
+        clock = asyncio.get_running_loop().time
+        load = Load(clock())
+        while True:
+            sender, tag, payload = await pushes.get()
+            began = clock()
+            try:
+                piece, _ = parse_push_tag(tag)
+                shard = self._shards.get(piece)
+                if sender not in self._settings.workers or shard is None:
+                    raise ProtocolError(f"{self._endpoint.peer} does not take piece {piece} from {sender}")
+            except ProtocolError as error:
+                self._recorder.event("refused", sender=sender, reason=str(error))
+                continue
+            if shard in self._serving:
+                await self._heads[shard].push(sender, tag, payload)
+            else:  # the worker knows of a newer view
+                self._parked.setdefault(shard, {})[sender, piece] = sender, tag, payload
+            told = load.handled(began, clock(), waiting=pushes.ready, nbytes=payload.nbytes)
+            if told is not None:
+                self._recorder.event("load", **told)
+            del payload
+
+    async def _on_configure(self, caller: PeerId, shard: Value, value: Value) -> Value:
+        configuration = Configuration.from_value(value)
+        if caller != configuration.groups[0][0] or shard != self._settings.index:
+            raise ProtocolError(f"{caller} may not configure shard {shard!r:.20} of {self._endpoint.peer}")
+        if self._configured.done():
+            raise ProtocolError(f"{self._endpoint.peer} is already configured")
+        if configuration.elastic is None:
+            raise ProtocolError("shards are kept twice only for workers that may be lost")
+        self._configured.set_result(configuration)
+        return None
+
+    async def _on_checkpoint(self, caller: PeerId, shard: Value, step: int, show: bool = False, ordered: bool = False) -> Value:
+        head = await self._head(shard)
+        await head.keep(step, show=show, group=self._group(caller))
+        return None
+
+    async def _on_show(self, caller: PeerId, shard: Value, label: str) -> Value:
+        await (await self._head(shard)).show(label, self._group(caller))
+        return None
+
+    async def _on_again(self, caller: PeerId, shard: Value, life: int, what: str) -> Value:
+        await (await self._head(shard)).again(self._group(caller), life, what)
+        return None
+
+    async def _on_left(self, caller: PeerId, shard: Value, since: int) -> Value:
+        head = await self._head(shard)
+        self._group(caller)
+        await head.do("rest", caller, since)
+        return None
+
+    async def _on_finished(self, caller: PeerId, shard: Value, life: int) -> Value:
+        head = await self._head(shard)
+        await head.do("finish", caller, life)
+        self._maybe_end()
+        return None
+
+    async def _on_members(self, caller: PeerId, shard: Value, told: Value) -> Value:
+        return await (await self._head(shard)).members(lives_of(told))
+
+    async def _on_change(self, caller: PeerId, shard: Value, since: int, told: Value) -> Value:
+        present = lives_of(told)
+        await (await self._head(shard)).do("change", since, [[peer, life] for peer, life in present.items()])
+        return None
+
+    async def _on_history(self, caller: PeerId, shard: Value) -> Value:
+        head = await self._head(shard)
+        history = head.copy.lives.history()
+        await head.told()
+        return history
+
+    def _group(self, caller: PeerId) -> int:
+        if caller not in self._settings.workers:
+            raise ProtocolError(f"{caller} is not a worker of this run")
+        return self._settings.workers.index(caller)
