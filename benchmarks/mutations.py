@@ -340,14 +340,14 @@ def state_without_a_bucket(patches: Patches) -> None:
 def barrier_opens_early(patches: Patches) -> None:
     """The coordinator answers an agreement before the last member has said anything."""
 
-    def make(missing: Any) -> Any:
-        def mutated(self: Barrier) -> list[str]:
-            found: list[str] = missing(self)
-            return [] if self.largest is not None and len(found) == 1 < len(self.members) - 1 else found
+    def make(complete: Any) -> Any:
+        def mutated(self: Barrier) -> bool:
+            early = self.largest is not None and len(self.missing) == 1 < len(self.members) - 1
+            return early or bool(complete(self))
 
         return mutated
 
-    patches.around(Barrier, "missing", make)
+    patches.around(Barrier, "complete", make)
 
 
 def newest_value_not_largest(patches: Patches) -> None:

@@ -372,6 +372,10 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "samples": ("What became of the samples of the ring", "counts, by what happened to them"),
     "skipping": ("A resumed stream is read from its beginning", "`batches`, `reason`"),
     "spread": ("How far gossip's models are apart", "`distance` (relative), `partner`"),
+    "counted": (
+        "Elastic all-reduce: in this step, in which a loss was noticed, the gradients of these members count",
+        "`members`, `batches`",
+    ),
     "view": ("From this step on these members train", "`version`, `members`, `reason`"),
     "momentum": (
         "A worker at the start: what momentum the run has. A server: what its parameters have shown",

@@ -84,7 +84,7 @@ def test_a_seed_that_breaks_is_named(file: Path, monkeypatch: pytest.MonkeyPatch
     captured = capsys.readouterr()
     assert "seed 3" in captured.out
     assert "broken: server/" in captured.out
-    assert f"can be replayed with: zmqtrain simulate {file} --seed 3 --faults file" in captured.err
+    assert f"can be replayed with: zmqtrain simulate {file} --faults file --seed 3" in captured.err
 
 
 @pytest.mark.parametrize(

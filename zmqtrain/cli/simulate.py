@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections import Counter
@@ -73,7 +74,10 @@ def run_simulate(
     place(topology)
     first = topology.job.seed if seed is None else seed
     if seeds:
-        return _many(file, topology, range(first, first + seeds), source, jobs or processors(), json_lines=json_lines)
+        again = shlex.join(
+            ["zmqtrain", "simulate", str(file), "--faults", source, *(part for text in settings for part in ("--set", text))]
+        )
+        return _many(topology, range(first, first + seeds), source, jobs or processors(), again=again, json_lines=json_lines)
     return _once(topology, first, source, json_lines=json_lines, data=data, run_dir=run_dir)
 
 
@@ -136,8 +140,9 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     return record.exit_code(result.ending)
 
 
-def _many(file: Path, topology: Topology, seeds: Sequence[int], source: FaultSource, jobs: int, *, json_lines: bool) -> int:
-    """Try all seeds. Ctrl-C ends the search, and the results so far are printed."""
+def _many(topology: Topology, seeds: Sequence[int], source: FaultSource, jobs: int, *, again: str, json_lines: bool) -> int:
+    """Try all seeds. Ctrl-C ends the search, and the results so far are printed. ``again``: the command that repeats one, without
+    its seed."""
     began = time.monotonic()
     endings: Counter[str] = Counter()
     broken: list[Trial] = []
@@ -164,10 +169,7 @@ def _many(file: Path, topology: Topology, seeds: Sequence[int], source: FaultSou
         )
     if broken:
         first = broken[0].seed
-        print(
-            f"zmqtrain: seed {first} can be replayed with: zmqtrain simulate {file} --seed {first} --faults {source}",
-            file=sys.stderr,
-        )
+        print(f"zmqtrain: seed {first} can be replayed with: {again} --seed {first}", file=sys.stderr)
         return BROKEN
     return INTERRUPTED if interrupted else 0
 

@@ -183,6 +183,9 @@ class ElasticSums:
         if self._holds != self._released or now.done.is_set() or len(now.complete) < self._buckets:
             return
         self._recorder.audit("counted", step=now.step, members=list(now.members))
+        if len(now.members) != len(self._members.at(now.step)):
+            batches = len(now.members) if now.shares is None else int(now.shares.result())
+            self._recorder.event("counted", step=now.step, members=list(now.members), batches=batches)
         await self._complete(now)
 
     async def _complete(self, now: _Step) -> None:

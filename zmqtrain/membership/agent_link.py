@@ -111,7 +111,7 @@ class AgentLink:
         while not self.finished.is_set():
             living: list[Value] = [*sorted(self._alive)]
             known = await self.membership._ask("heartbeat", living, timeout=timeouts.lost_s)
-            if known is False:
+            if known is False and not self.finished.is_set():
                 raise PeerLostError(COORDINATOR, "it has given up this host, because it had not heard from it for too long")
             try:
                 async with asyncio.timeout(timeouts.heartbeat_s):

@@ -93,6 +93,7 @@ class Coordinator:
         )
         self._journal, self._leader = journal, random_bits(48)
         self._kept: dict[str, Value] = self._roster.ledger() if ledger is not None else {}  # what the journal has of the roster
+        self._over = False  # the run has ended, and all who could be reached were told
         self._superseded = asyncio.Event()
         self._reported: dict[str, list[int]] = {}  # the newest report of each member: its incarnation, and the report's number
         for name, value in (ledger or {}).items():
@@ -163,6 +164,7 @@ class Coordinator:
                     pusher.cancel()
         finally:
             self._group = None
+            self._over = True
             why = "the run has ended" if self.outcome is None else f"the run has ended: {self.outcome.reason}"
             for future in self._waiting.values():
                 if not future.done():
@@ -383,7 +385,8 @@ class Coordinator:
         if not isinstance(alive, list):
             raise ProtocolError(f"{caller} sends a wrong heartbeat")
         self._do(self._roster.handle_heartbeat(caller, [str(peer) for peer in alive], self._now()))
-        return self._roster.is_here(caller)
+        # Whoever was cut off when the run ended could not be told that it has.
+        return self._roster.is_here(caller) and not self._over
 
     async def _serve_exited(
         self, caller: PeerId, peer: Value, exit_code: Value, report: Value, stopped: Value, pid: Value = None

@@ -116,8 +116,9 @@ class Switchboard:
         link = self._links.get(peer)
         if link is not None:
             self._end(link, ending, refuse="lost")
-        elif peer not in self._gone:
-            # No wait here is for this peer, but the work that it was a part of is broken all the same.
+        elif peer not in self._gone or self._gone[peer].loss:
+            # No wait here is for this peer, but the work that it was a part of is broken all the same; also such work as has begun
+            # since its link was lost.
             self._gone[peer] = ending
             self._on_lost(peer, ending, (), self._mailbox.lose(peer))
         self._gone[peer] = ending

@@ -15,6 +15,7 @@ from zmqtrain.exchange.momentum import gradients_of
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.observe.account import SampleAccount, account_lines
 from zmqtrain.observe.line import line_of
 from zmqtrain.observe.live import View, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
@@ -52,6 +53,7 @@ class RunRecord:
         self._directory, self._view, self._world = directory, view, world
         directory.on_failure = view.note
         self.summary = Summary()
+        self._account = SampleAccount()
         self._slowness = Slowness()
         self._sums = EventSums(description.topology.observe.most_single_events)
         self.quiet = False
@@ -79,6 +81,7 @@ class RunRecord:
                 elif line["kind"] == "lost" and self._topology.elastic:
                     self._losses.append(str(line["values"]["reason"]))
                 self.summary.add(peer, line)
+                self._account.add(peer, line)
 
     def settle(self, description: RunDescription) -> None:
         """Set the description, once the hosts and the placement are known."""
@@ -146,6 +149,7 @@ class RunRecord:
             self.stopped_at = event["step"]
         self._write(self._sums.add(line))
         self.summary.add(peer, line)
+        self._account.add(peer, line)
         self._sinks.take(line)
         while (text := self._sinks.said()) is not None:
             self.note(text)
@@ -186,6 +190,8 @@ class RunRecord:
     def write_up(self, ending: Ending, seconds: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write and show how the run ended, and close its directory. ``more`` is added to the summary, which is returned."""
         directory = self._directory
+        # A script's batches are its own.
+        account = None if self._script else self._account.to_dict(self._topology, done=ending.status == "done")
         summary = {
             "name": self._topology.job.name,
             "status": ending.status,
@@ -204,6 +210,7 @@ class RunRecord:
             "grid": self._topology.compute.grid or f"1x{self._placement.group_size}",
             "gradients": gradients_of(self._topology),
             "losses": self._losses,
+            "account": account,
             "versions": versions(),
             **(more or {}),
         }
@@ -216,6 +223,8 @@ class RunRecord:
         directory.close()
         if ending.status == "done":
             for line in closing_lines(self.summary, seconds, "" if directory.gone else str(directory.path)):
+                self._view.note(line)
+            for line in account_lines(account):
                 self._view.note(line)
             if self._losses:
                 self._view.note(f"lost during the run: {'; '.join(self._losses)}")

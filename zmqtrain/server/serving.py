@@ -57,6 +57,8 @@ class Shard:
     """The pieces, by index."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Staleness -> the number of gradients that had it."""
+    batches: Counter[int] = field(default_factory=Counter)
+    """Piece -> the number of batches that count in it."""
     last_staleness: dict[tuple[int, int], int] = field(default_factory=dict)
     """(group, piece) -> the tag of its last push."""
     sensors: Sensors = field(default_factory=Sensors)
@@ -88,6 +90,8 @@ class Shard:
     def count(self, update: Update) -> int:
         """Count the staleness of an update's gradients. Returns the piece's version after the update."""
         after = self.entries[update.piece].version
+        if not update.passed_over:
+            self.batches[update.piece] += len(update.reads) - len(update.skipped)
         for group, _, version in update.reads:
             staleness = after - 1 - version
             self.staleness[staleness] += 1
@@ -104,12 +108,15 @@ def report(shards: Collection[Shard], recorder: Recorder) -> None:
     fits = [(momentum, seen) for momentum, seen in (shard.sensors.fitted() for shard in shards) if momentum is not None]
     seen = sum(updates for _, updates in fits)
     staleness = sum((shard.staleness for shard in shards), Counter[int]())
+    batches = [shard.batches[piece] for shard in shards for piece in shard.entries]
     recorder.event(
         "server",
         momentum=sum(momentum * updates for momentum, updates in fits) / seen if seen else None,
         momentum_updates=seen,
         updates=sum(shard.updates for shard in shards),
         pushes=sum(staleness.values()),
+        batches=min(batches, default=None),
+        batches_most=max(batches, default=None),
         **staleness_values(staleness),
     )
 

@@ -66,6 +66,7 @@ class Auditor:
         self._backups: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each copy of a shard holds that does not serve
         self._chains = Chains([server.peer for server in placement.server_roles]) if topology.replicated else Chains()
         self._ledger = Ledger(topology, placement)
+        self._ran = False  # all had joined
         self._trains: set[PeerId] = set()  # workers that have begun a step
         self._died_early = False  # a launcher, before all workers trained
         self._last_s = 0.0
@@ -200,6 +201,7 @@ class Auditor:
         """The coordinator records an event."""
         self._last_s = max(self._last_s, self._clock())
         peer = str(values.get("peer", ""))
+        self._ran = self._ran or kind == "running"
         if kind == "lost" and peer.startswith("agent/"):
             self._lost.update(dict.fromkeys(role.peer for role in self._placement.of_host(peer.removeprefix("agent/"))))
         elif kind == "lost":
@@ -241,7 +243,8 @@ class Auditor:
         # The loss of the last worker that trains ends the run. It is the run's error, and no event says that others go on.
         lost = {*self._lost, error.get("peer") if error.get("type") == "HostLostError" else None}
         anybody = any(worker.peer not in lost for worker in self._placement.workers)
-        elastic = self._topology.elastic and anybody
+        # Until all have joined, the run needs all of them.
+        elastic = self._topology.elastic and anybody and self._ran
         fatal = [
             fault for fault in faults if not fault.survivable(self._timeouts, elastic=elastic and not self._hits_server(fault))
         ]

@@ -9,6 +9,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.simulate.cluster import Cluster
 from zmqtrain.simulate.faults import RESTART_S, Fault
 from zmqtrain.simulate.host import Plan, be_host, be_role, spawn
+from zmqtrain.simulate.process import Process
 from zmqtrain.simulate.succession import is_of_launcher
 
 
@@ -27,6 +28,10 @@ class Injector:
         self._tasks: asyncio.TaskGroup | None = None
         self.agents: list[asyncio.Task[None]] = []
         """The lives of agents that were started again."""
+        self.outside: list[Process] = []
+        """Processes that were started from outside the run."""
+        self.over = False
+        """Whether the run has ended: nothing is started again."""
         self.done: list[Fault] = []
         """The faults injected so far."""
 
@@ -130,7 +135,7 @@ class Injector:
         """The machine is there again, and something outside the run starts an agent on it."""
         assert self._plan is not None
         agent = f"agent/{host}"
-        if not self._cluster.processes[agent].tasks:  # otherwise another fault has done so already
+        if not self.over and not self._cluster.processes[agent].tasks:  # otherwise another fault has done so already
             life = be_host(self._plan, host)
             # The run may refuse it, which is no failure of the run.
             life.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -147,9 +152,16 @@ class Injector:
         host = self._cluster.hosts.get(role.host)
         topology = self._plan.description.topology
         needed = topology.elastic and (role.kind == "worker" or (role.kind == "server" and topology.replicated))
-        if needed and host is not None and host.start_again(role):
+        if needed and host is not None:
+            # An agent that was started again starts all roles of its host.
+            coming = any(life.get_name() == f"agent/{role.host}" and not life.done() for life in self.agents)
+            if host.start_again(role) or coming:
+                return
+        before = self._cluster.processes.get(peer)
+        if self.over or (before is not None and before.tasks):  # there is one again already
             return
         process = spawn(self._cluster, peer, role.host)
+        self.outside.append(process)
         again = be_role(self._plan, role, self._plan.environment(peer), process)
         life = process.run(asyncio.get_running_loop().create_task, again, name=f"{peer} again")
         # Also if the run, and this task with it, ends first.

@@ -110,11 +110,18 @@ class Ledger:
     def _steps(self, run: _Averaged) -> Iterator[int]:
         """Train all steps that were begun, in order."""
         for step in sorted(self._begun):
-            for (peer, first), source in self._joined.items():
-                if first == step:
-                    run.begin_like(peer, source)
+            self._begin_late(run, step)
             run.train(step, sorted(self._begun[step]))
             yield step
+        self._begin_late(run, max(self._begun, default=-1) + 1)  # those that come when all is trained
+
+    def _begin_late(self, run: _Averaged, step: int) -> None:
+        """Those that begin with this step get the states of others, which may have got theirs at this step, too."""
+        coming = {peer: source for (peer, first), source in self._joined.items() if first == step}
+        while coming:
+            able = [peer for peer, source in coming.items() if source not in coming] or list(coming)
+            for peer in able:
+                run.begin_like(peer, coming.pop(peer))
 
     def _wrong_models(self, run: _Averaged) -> Iterator[str]:
         for peer, (values, members) in self._models.items():

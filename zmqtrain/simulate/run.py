@@ -178,7 +178,7 @@ class Simulation:
             report = {**report_of(error, COORDINATOR), "host": "", "pid": 0}
             ending = Ending("failed", int(report["exit_code"]), report)
         seconds = loop.time()
-        await self._end(cluster)
+        await self._end(cluster, injector)
         broken = self._auditor.verdict(ending, seconds, injector.done)
         return Result(ending, seconds, loop.callbacks, tuple(injector.done), broken, self.launchers, self.records)
 
@@ -234,13 +234,12 @@ class Simulation:
             assembly, close = begin(1, None)
             try:
                 outcome = await assembly.run()
-                await self._wait_for_agents(cluster, [*agents, *injector.agents])
+                await self._wait_for_agents(cluster, agents, injector)
             finally:
                 await close()
         else:
             succession = Succession(cluster.network, begin, deaths, partial(self._launcher_died, injector))
-            outcome = await succession.run()
-            await self._wait_for_agents(cluster, [*agents, *injector.agents])
+            outcome = await succession.run(lambda: self._wait_for_agents(cluster, agents, injector))
             self.launchers, self.records = succession.launchers, succession.records
         injecting[0].cancel()
         await asyncio.wait(injecting)
@@ -250,22 +249,28 @@ class Simulation:
         self._auditor.launcher_died()
         injector.launcher_died()
 
-    async def _wait_for_agents(self, cluster: Cluster, agents: Sequence[asyncio.Task[Any]]) -> None:
+    async def _wait_for_agents(self, cluster: Cluster, first: Sequence[asyncio.Task[Any]], injector: Injector) -> None:
         """Like the launcher: agents end by themselves, or are ended after the grace time, with their roles."""
-        patience_s = self._timeouts.grace_s + self._timeouts.lost_s
+        injector.over = True
+        agents = [*first, *injector.agents]
+        # One that is cut off notices that its connection is silent, then that it is lost, and ends its roles.
+        patience_s = self._timeouts.silent_s + self._timeouts.lost_s + self._timeouts.grace_s
         _, left = await asyncio.wait(agents, timeout=patience_s)
         for agent in (task.get_name() for task in agents if task in left):
-            if cluster.processes[agent].paused:  # a paused process cannot end by itself
+            came_late = any(life.get_name() == agent for life in injector.agents)  # it may still look for the run
+            if cluster.processes[agent].paused or came_late:  # a paused process cannot end by itself
                 for peer in cluster.peers(agent.removeprefix("agent/")):
                     await cluster.kill(peer)
             else:
                 self._auditor.note(f"{agent} did not end within {patience_s:g} s after the run")
 
-    async def _end(self, cluster: Cluster) -> None:
+    async def _end(self, cluster: Cluster, injector: Injector) -> None:
         """Nothing may be left running that a real machine would have to clean up."""
         for process in list(cluster.processes.values()):
             process.resume()
-            if process.tasks and not process.killed:
+            if process in injector.outside:
+                await cluster.kill(process.name)
+            elif process.tasks and not process.killed:
                 names = ", ".join(task.get_name() for task in process.tasks)
                 self._auditor.note(f"{process.name} still runs after the run's end: {names}")
                 await cluster.kill(process.name)

@@ -67,8 +67,8 @@ class Succession:
         self.records = 0
         """The number of records that the last one has written."""
 
-    async def run(self) -> Outcome:
-        """The outcome that the last launcher arrives at."""
+    async def run(self, ended: Callable[[], Awaitable[None]]) -> Outcome:
+        """The outcome that the last launcher arrives at. ``ended()`` is awaited before that one closes its endpoint."""
         loop = asyncio.get_running_loop()
         closing: list[asyncio.Task[None]] = []
         while True:
@@ -93,6 +93,7 @@ class Succession:
             dying.cancel()
             self.records = journal.count
             if leading.done() and not dead.is_set():
+                await ended()
                 await close()
                 break
             self._tell()

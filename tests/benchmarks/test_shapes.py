@@ -1,0 +1,45 @@
+"""Jobs in which faults are looked for, and seeds that have found something."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.mutations import SHAPES, shape
+from zmqtrain.simulate.explore import try_seed
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("gossip", 6),  # the view of a loss came after the greeting of the next process of that name
+        ("averaging-outer", 6),  # and a wait for the lost one had begun in between
+        ("gossip", 47),  # a group was made of members of which one was lost already, but not for the coordinator, which was away
+        ("gossip-hypercube", 16),
+        ("allreduce", 8),  # rank 0 is lost before it has given its parameters to all
+        ("averaging-elastic", 43),  # a host comes back after the end
+        ("groups", 22),  # a host is cut off while the run fails
+        ("allreduce", 81),  # a worker is lost before all have joined
+        ("groups", 95),  # a host comes back when the run has ended without it
+        ("groups", 3),  # the launcher dies before all know that all have joined
+        ("gossip", 150),  # workers come back when all is trained
+        ("allreduce", 186),  # a role is started again by two
+        ("servers-sync", 4),
+        pytest.param(
+            "servers-sync",
+            163,
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="a group that rests and has just begun a step is told to enter at the next one, and its push is refused",
+            ),
+        ),
+        ("grid", 2),
+        ("merged-fc", 6),
+    ],
+)
+def test_nothing_breaks(name: str, seed: int) -> None:
+    topology, horizon_s = shape(name)
+    assert try_seed(seed, topology, "random", horizon_s).broken == ()
+
+
+def test_there_are_twelve() -> None:
+    assert len(list(SHAPES.glob("*.toml"))) == 12

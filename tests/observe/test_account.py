@@ -1,0 +1,71 @@
+"""The account of samples says what a replay of the run says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tests.simulate import test_elastic, test_elastic_servers
+from zmqtrain.observe.account import SampleAccount, account_lines
+from zmqtrain.simulate.faults import Fault, kill, restart
+from zmqtrain.simulate.run import Options, simulate
+from zmqtrain.topology.schema import Topology
+
+
+class Truth:
+    """What the auditor is told about what counts."""
+
+    def __init__(self) -> None:
+        self.summed: dict[int, int] = {}  # step -> members
+        self.batches: dict[tuple[str, int], int] = {}  # server, piece -> batches
+
+    def hear(self, peer: str, what: str, values: Mapping[str, Any]) -> None:
+        if what == "counted":
+            self.summed[values["step"]] = len(values["members"])
+        elif what == "applied":
+            where = peer, values["piece"]
+            self.batches[where] = self.batches.get(where, 0) + len(values["reads"]) - len(values["skipped"])
+
+
+def account_of(topology: Topology, faults: Sequence[Fault], seed: int = 1) -> tuple[dict[str, Any], Truth]:
+    account, truth = SampleAccount(), Truth()
+
+    def report(peer: str, events: Sequence[Mapping[str, Any]]) -> None:
+        for event in events:
+            account.add(peer, {"step": None, **event, "values": event.get("values") or {}})
+
+    result = simulate(topology, seed=seed, options=Options(faults=faults, on_report=report, on_audit=truth.hear))
+    assert (result.ending.status, result.broken) == ("done", [])
+    found = account.to_dict(topology, done=True)
+    assert found is not None
+    return found, truth
+
+
+LOSSES: list[list[Fault]] = [
+    [],
+    [kill("worker/1", step=8)],
+    [restart("worker/1", at=0.02, after=0.005), kill("worker/2", step=12)],
+]
+
+
+@pytest.mark.parametrize("staleness", ['"async"', '"sync"'])
+@pytest.mark.parametrize("faults", LOSSES, ids=["none", "one", "back"])
+def test_model_servers_lose_and_repeat_nothing(faults: list[Fault], staleness: str) -> None:
+    topology = test_elastic_servers.topology(staleness, epochs=True)
+    found, truth = account_of(topology, faults)
+    assert set(truth.batches.values()) == {60}  # two epochs of ten steps of three groups
+    assert found == {"due": 60 * 2000, "counted": 60 * 2000, "repeated": 0, "lost": 0, "why": None}
+    assert account_lines(found) == []
+
+
+@pytest.mark.parametrize("faults", LOSSES, ids=["none", "one", "back"])
+def test_all_reduce_says_what_lost_workers_have_left(faults: list[Fault]) -> None:
+    topology = test_elastic.allreduce(steps=40)
+    found, truth = account_of(topology, faults)
+    batch, groups = topology.compute.batch_size, topology.compute.groups
+    assert found["due"] == len(truth.summed) * groups * batch
+    assert found["counted"] == sum(truth.summed.values()) * batch
+    assert (found["lost"], found["repeated"]) == (found["due"] - found["counted"], 0)
+    assert (found["why"] is not None) == bool(faults) == bool(account_lines(found))

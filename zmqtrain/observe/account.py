@@ -1,0 +1,119 @@
+"""The account of a run's samples, from its events: how many were due, counted, trained again and lost, and why.
+
+A sample *counts* if its gradient is part of the model. Where all workers stay, what they have trained counts. If workers may be
+lost, what they report says too little: a report may be lost with its sender, or be about a step that was given up. Then it is
+counted where it is decided. Model servers say how many batches count for all of the model. Without servers the members of a step
+are those of the newest view about it; of a step in which a loss was noticed, the survivors say whose gradients count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zmqtrain.observe.sums import SUMS, fields_of
+from zmqtrain.topology.schema import Topology
+
+
+class SampleAccount:
+    """Feed it events (`add`)."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._planned: int | None = None
+        self._known = True  # whether each step of a group has the same number of samples
+        self._steps = 0
+        self._trained = 0
+        self._views: dict[int, tuple[int, int]] = {}  # version -> its first step, and the number of members
+        self._counted: dict[int, int] = {}  # step of an exchange -> the number of batches that count in it
+        self._served: dict[str, tuple[int, int]] = {}  # server -> the fewest and the most batches in one of its pieces
+
+    def add(self, peer: str, event: Mapping[str, Any]) -> None:
+        """Take one event, as in ``events.jsonl``."""
+        values, kind = event["values"], event["kind"]
+        if kind == "step":
+            self._trained += int(values.get("samples", 0))
+            self._steps = max(self._steps, 1 + (event["step"] or 0))
+        elif kind == SUMS and values["of"] == "step":
+            fields = fields_of(values)
+            self._trained += int(fields["samples"].total) if "samples" in fields else 0
+            self._steps = max(self._steps, 1 + event["step"])
+        elif kind == "start":
+            self._begin(event["step"] or 0, values)
+        elif kind == "view" and values.get("version") is not None:
+            self._views[int(values["version"])] = int(event["step"]), len(values["members"])
+        elif kind == "counted":
+            self._counted[int(event["step"])] = int(values["batches"])
+        elif kind == "server" and values.get("batches") is not None:
+            self._served[peer] = int(values["batches"]), int(values["batches_most"])
+
+    def _begin(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._first is None:  # those that come later may have more steps, of what others have left
+            self._first = step
+            if isinstance(values.get("steps"), int):
+                self._planned = int(values["steps"])
+        if isinstance(data := values.get("data"), Mapping) and data.get("source") != "dataset":
+            self._known = False
+
+    def to_dict(self, topology: Topology, *, done: bool) -> dict[str, Any] | None:
+        """The account for ``summary.json``; ``None`` if nothing was trained, or if it is not known how many samples are due
+        (streams, the sample ring) or by which server they were counted (replicas). ``done``: whether the run has ended well."""
+        compute = topology.compute
+        ring = topology.data.shuffle == "ring"
+        if self._first is None or not self._known or ring or topology.hosts_open or topology.replicated:
+            return None
+        batch, groups = compute.batch_size, compute.groups
+        until = self._steps
+        whole = topology.elastic and bool(self._served) and topology.job.steps is None and topology.job.until is None
+        if whole and done and self._planned is not None:
+            until = self._planned  # in whole epochs; survivors need more steps of their own for these
+        elif self._planned is not None:
+            until = min(until, self._planned)
+        due = max(0, until - self._first) * groups * batch
+        counted = self._trained
+        if topology.elastic and self._served:
+            counted = min(fewest for fewest, _ in self._served.values()) * batch
+        elif topology.elastic:
+            every = topology.exchange.every_steps(groups) if topology.exchange.kind == "allreduce" else 1
+            until -= until % every  # steps after the last exchange are not applied
+            due = max(0, until - self._first) * groups * batch
+            counted = batch * sum(
+                self._batches(last, every, groups) for last in range(until) if (last + 1) % every == 0 and last >= self._first
+            )
+        lost, repeated = max(0, due - counted), max(0, counted - due)
+        why = self._why(topology, lost, whole=whole, done=done) if lost else None
+        return {"due": due, "counted": counted, "repeated": repeated, "lost": lost, "why": why}
+
+    def _batches(self, last: int, every: int, groups: int) -> int:
+        """How many batches count in the exchange after the step ``last``."""
+        if last in self._counted:
+            return self._counted[last]
+        return sum(self._members(step, groups) for step in range(last - every + 1, last + 1))
+
+    def _members(self, step: int, groups: int) -> int:
+        """How many workers train a step."""
+        for _, (since, members) in sorted(self._views.items(), reverse=True):
+            if since <= step:
+                return members
+        return groups
+
+    def _why(self, topology: Topology, lost: int, *, whole: bool, done: bool) -> str:
+        if not done:
+            return "the run ended before"
+        if not topology.elastic:
+            return "workers did not report them"
+        if self._served and not whole:
+            return "the run's length is a number of steps: fewer workers train fewer samples in as many steps"
+        if self._served:
+            return "model servers have not got them"
+        return "they were those of workers that were lost, or not back yet: without model servers the others do not train them"
+
+
+def account_lines(account: Mapping[str, Any] | None) -> Sequence[str]:
+    """What is said about the account at the end of a run: nothing if all is well."""
+    if account is None or not (account["lost"] or account["repeated"]):
+        return []
+    parts = [f"{account['counted']:,} of {account['due']:,} samples count"]
+    if account["repeated"]:
+        parts.append(f"{account['repeated']:,} more than once")
+    return ["; ".join(parts) + (f": {account['why']}" if account["why"] else "")]
