@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.simulate.test_training import Recipe, topology_of
 from zmqtrain.simulate.faults import Fault, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.load import parse_topology
@@ -130,3 +133,18 @@ def test_random_losses_break_nothing(seed: int) -> None:
     servers = draw.choice((2, 3, 4))
     job = draw.choice(("", "eval_every = 5", "checkpoint_every = 4\neval_every = 6"))
     run(faults_of(draw, servers), POLICIES[seed % len(POLICIES)], seed=seed, servers=servers, epochs=draw.random() < 0.5, job=job)
+
+
+def test_it_ends_although_the_last_part_of_a_checkpoint_is_on_disk_after_the_others_have_ended(tmp_path: Path) -> None:
+    """The server that has taken over writes two parts, and its backup has ended before the second one is on disk."""
+    hosts = [{"name": "h[1-3]", "slots": 1}, {"name": "s[1-3]", "slots": 1}]
+    exchange = {"shards": 3, "replicas": 1, "split_size": "256 B"}
+    job = {"steps": 14, "checkpoint_every": 3}
+    asked = topology_of(tmp_path, 3, 1, hosts=hosts, exchange=exchange, job=job)
+    recipe = Recipe()
+    recipe._optimizer = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # type: ignore[method-assign,assignment]
+    faults, checkpoints = [kill("server/1", at=0.2528)], tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    result = simulate(asked, options=Options(task=recipe.task(), checkpoints=checkpoints, faults=faults, preempt_at_s=0.4634))
+    assert result.broken == []
+    assert result.seconds < 1

@@ -52,12 +52,21 @@ class Head:
     """Serves one shard. `run` it as a task: it sees to it that there is a backup."""
 
     def __init__(
-        self, tools: ServerTools, copy: ShardCopy, membership: Membership, news: News, backups: Callable[[PeerId], Sequence[PeerId]]
+        self,
+        tools: ServerTools,
+        copy: ShardCopy,
+        membership: Membership,
+        news: News,
+        backups: Callable[[PeerId], Sequence[PeerId]],
+        on_end: Callable[[], None],
     ) -> None:
-        """``backups(server)``: the others, by how well they can be its backup."""
+        """``backups(server)``: the others, by how well they can be its backup. ``on_end``: called whenever it may have `ended`."""
+        self._on_end = on_end
         self.copy = copy
         self.settled = asyncio.Event()
         """Set once there is a backup, or no server that could be one."""
+        self.over = False
+        """Set when the server ends: from then on nobody acknowledges an operation."""
         self._tools, self._endpoint, self._background = tools, tools.endpoint, tools.background
         self._membership, self._news, self._backups = membership, news, backups
         self._refusals = Refusals(tools.endpoint, "refused", tools.recorder, tools.background, timeout_s=tools.settings.request_s)
@@ -105,6 +114,8 @@ class Head:
             await self.told()
         finally:
             self._asked -= 1
+        if self.ended:
+            self._on_end()
 
     async def told(self) -> None:
         """Wait until everything so far may be told."""
@@ -172,7 +183,8 @@ class Head:
         checkpoints, kept = self._tools.checkpoints, self.copy.kept[step]
         assert checkpoints is not None
         await checkpoints.save(step, kept.tensors, kept.sidecar)
-        self._background.run(self._free(step))
+        if not self.over:
+            self._background.run(self._free(step))
 
     async def _free(self, step: int) -> None:
         """Once the checkpoint is complete, nobody needs the state any more."""

@@ -120,6 +120,8 @@ class ReplicatedServer:
                 self._membership.on_view(self._heed)
                 self._heed(self._membership.view)
                 await self._done
+                for head in self._heads.values():
+                    head.over = True
                 for life in lives:
                     life.cancel()
                 self._background.end()
@@ -179,7 +181,7 @@ class ReplicatedServer:
             self._shards = {piece.index: piece.server for piece in configuration.pieces()}
 
     def _serve(self, tools: ServerTools, copy: ShardCopy) -> Head:
-        head = Head(tools, copy, self._membership, self._news, self._backups)
+        head = Head(tools, copy, self._membership, self._news, self._backups, self._maybe_end)
         self._heads[copy.number] = head
         self._run(head.run())
         return head
@@ -377,7 +379,6 @@ class ReplicatedServer:
     async def _on_finished(self, caller: PeerId, shard: Value, life: int) -> Value:
         head = await self._head(shard)
         await head.do("finish", caller, life)
-        self._maybe_end()
         return None
 
     async def _on_members(self, caller: PeerId, shard: Value, told: Value) -> Value:
