@@ -84,12 +84,12 @@ class TestSabotage:
 
     def test_a_worker_that_waits_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         topology = topology_of(profile_file(tmp_path), job={"elastic": False})
-        receive = ModelServerExchange._receive
+        exchange = ModelServerExchange._exchange
 
-        async def forgets(self: ModelServerExchange, piece: Any, tag: Any, into: Any) -> Any:
-            if tag[-1] == 5 and self._settings.group == 2:
+        async def forgets(self: ModelServerExchange, bucket: Any, step: int, *rest: Any) -> Any:
+            if step == 4 and self._settings.group == 2:
                 await asyncio.get_running_loop().create_future()
-            return await receive(self, piece, tag, into)
+            return await exchange(self, bucket, step, *rest)
 
-        monkeypatch.setattr(ModelServerExchange, "_receive", forgets)
+        monkeypatch.setattr(ModelServerExchange, "_exchange", forgets)
         assert self._broken(topology, "", range(2))
