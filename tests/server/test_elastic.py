@@ -11,7 +11,7 @@ import torch
 from zmqtrain.exchange.server_messages import PushMeta
 from zmqtrain.server.aggregator import Aggregator, Batch, Push
 from zmqtrain.server.shard import GroupSum
-from zmqtrain.server.staleness import Policy, StalenessMachine, UnknownGroupError
+from zmqtrain.server.staleness import DuplicatePushError, Policy, StalenessMachine, UnknownGroupError
 
 SYNC, ASYNC, BOUND = Policy("sync"), Policy("async"), Policy("bound", 1)
 
@@ -81,6 +81,25 @@ class TestEntering:
         assert made.left(2).entered == (0,)
         decision = made.pushed(0, 2)
         assert (decision.apply, decision.answer, decision.entered) == ((0,), ((0, 3),), (1,))
+
+    @pytest.mark.parametrize("begun", [True, False])
+    def test_sync_one_that_has_rested_pushes_what_it_has_begun_before(self, begun: bool) -> None:
+        made = machine(SYNC, 2, 2)
+        made.rest(1)
+        made.pushed(0, 2)
+        assert made.enter(1, 3).entered == ()
+        assert made.done(1) == 2, "nothing that it has not pushed counts, if it is lost now"
+        made.load(made.state())
+        if begun:
+            assert made.pushed(1, 2).apply == ()
+            decision = made.pushed(0, 3)
+            assert (decision.apply, decision.answer) == ((0, 1), ((0, 4), (1, 3)))
+        with pytest.raises(DuplicatePushError):
+            made.pushed(1, 1)
+        assert made.pushed(1, 3).reason
+        assert made.done(1) == 4
+        with pytest.raises(DuplicatePushError):
+            made.pushed(1, 2)
 
     def test_those_who_are_there_stay_as_they_are(self) -> None:
         made = machine(ASYNC, 3, 1)

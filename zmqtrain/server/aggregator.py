@@ -172,8 +172,8 @@ class Aggregator:
         """What has become of the group's push of this step. Raises `ProtocolError` if it is neither the group's next one nor the
         one before that."""
         unit = self._unit_of[piece]
-        clock = unit.machine.clock(group)
-        if clock is not None and step == clock - 1:
+        done = unit.machine.done(group)
+        if done is not None and step == done - 1:
             return "waits" if unit.machine.waits(group) else "answered"
         unit.machine.check(group, step)
         return "new"
@@ -277,9 +277,9 @@ class _Unit:
 
     def drop(self, group: int, life: int) -> Batch:
         assert len(self.pieces) == 1, "a step of several pieces would be dropped in part"
-        clock = self.machine.clock(group)
-        if clock is not None:
-            self.gone[life] = clock
+        done = self.machine.done(group)
+        if done is not None:
+            self.gone[life] = done
         return self.leave(group)
 
     def enter(self, group: int, step: int) -> Batch:

@@ -76,13 +76,14 @@ class UnknownGroupError(ProtocolError):
 class StalenessMachine:
     """Tracks how many steps each group has pushed. ``first_step``: the step of the first push (not 0 after a resume)."""
 
-    __slots__ = ("_clock", "_coming", "_entering", "_policy", "_resting", "_waiting")
+    __slots__ = ("_begun", "_clock", "_coming", "_entering", "_policy", "_resting", "_waiting")
 
     def __init__(self, policy: Policy, groups: Collection[int], first_step: int = 0) -> None:
         self._policy = policy
         self._clock = dict.fromkeys(sorted(groups), first_step)  # group -> its next step to push
         self._waiting: list[int] = []  # groups that have pushed and wait for an answer, in the order of their pushes
         self._resting: set[int] = set()
+        self._begun: dict[int, int] = {}  # a group that was to enter while it rested -> the step before, which it may have begun
         self._entering: set[int] = set()  # of those that wait: they have not pushed yet
         self._coming: dict[int, int] = {}  # sync: groups that enter when all others have done the steps before this one
 
@@ -94,6 +95,10 @@ class StalenessMachine:
     def clock(self, group: int) -> int | None:
         """The group's next step to push; ``None`` if it does not take part."""
         return self._clock.get(group, self._coming.get(group))
+
+    def done(self, group: int) -> int | None:
+        """The number of steps that the group has pushed, those that it has left out included; ``None`` if it does not take part."""
+        return self._begun.get(group, self.clock(group))
 
     def rests(self, group: int) -> bool:
         """Whether the group has nothing to push for now."""
@@ -109,6 +114,7 @@ class StalenessMachine:
             "clock": [[group, step] for group, step in self._clock.items()],
             "waiting": list(self._waiting),
             "resting": sorted(self._resting),
+            "begun": [[group, step] for group, step in self._begun.items()],
             "entering": sorted(self._entering),
             "coming": [[group, step] for group, step in self._coming.items()],
         }
@@ -118,7 +124,7 @@ class StalenessMachine:
         self._clock = dict(state["clock"])
         self._waiting = list(state["waiting"])
         self._resting, self._entering = set(state["resting"]), set(state["entering"])
-        self._coming = dict(state["coming"])
+        self._coming, self._begun = dict(state["coming"]), dict(state["begun"])
 
     def expected(self, group: int) -> int:
         """The next step that the group has to push. Raises `UnknownGroupError`."""
@@ -138,6 +144,8 @@ class StalenessMachine:
     def check(self, group: int, step: int) -> None:
         """Raise the errors that `pushed` would raise, and change nothing."""
         expected = self.expected(group)
+        if step == self._begun.get(group):
+            return
         if step < expected:
             raise DuplicatePushError(f"group {group} has already pushed step {step}; its next step is {expected}")
         if step > expected:
@@ -146,8 +154,9 @@ class StalenessMachine:
     def pushed(self, group: int, step: int) -> Decision:
         """The group's gradient of ``step`` has arrived. Raises a `ProtocolError` (and changes nothing) if it is not expected."""
         self.check(group, step)
-        self._clock[group] = step + 1
+        self._clock[group] = max(self._clock[group], step + 1)
         self._resting.discard(group)
+        self._begun.pop(group, None)
         self._waiting.append(group)
         if self._policy.kind == "sync":
             return self._sync()
@@ -155,11 +164,13 @@ class StalenessMachine:
 
     def enter(self, group: int, step: int) -> Decision:
         """The group takes part from ``step`` on, which it must push next. No other group has pushed it yet, if all wait for each
-        other. A group that already takes part stays as it is, but must not rest any more."""
+        other. A group that already takes part stays as it is, but must not rest any more: its next step is this one, or first
+        the one that it has begun meanwhile."""
         if group in self._clock:
             if group in self._resting:
                 self._resting.discard(group)
-                self._clock[group] = max(self._clock[group], step)
+                if self._clock[group] < step:
+                    self._begun[group], self._clock[group] = self._clock[group], step
             return Decision()
         if group in self._coming:
             return Decision()
@@ -176,6 +187,7 @@ class StalenessMachine:
         if group not in self._clock or group in self._waiting:
             return Decision()
         self._resting.add(group)
+        self._begun.pop(group, None)
         if self._policy.kind == "sync":
             return self._sync()
         return self._released((), lambda _group: f"group {group} rests")
@@ -183,6 +195,7 @@ class StalenessMachine:
     def left(self, group: int) -> Decision:
         """The group trains no more: others stop waiting for it. Its pending gradient, if any, is still applied."""
         self._coming.pop(group, None)
+        self._begun.pop(group, None)
         if group not in self._clock:
             return Decision()
         self._resting.discard(group)
