@@ -16,6 +16,7 @@ from zmqtrain.errors import UsageError
 NAMES = (
     "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster",
     "efficiency", "loader", "study", "planner", "predicted", "divided", "memory", "backend", "dashboard", "mutations", "replicas",
+    "coordinator",
 )  # fmt: skip
 #: Those of which parts may be run alone.
 DIVIDED = ("cluster", "efficiency", "merged")

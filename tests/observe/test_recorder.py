@@ -11,6 +11,7 @@ import pytest
 
 from zmqtrain.observe import recorder as module
 from zmqtrain.observe.recorder import RunRecorder
+from zmqtrain.testing import virtual_time
 
 
 class Desk:
@@ -109,6 +110,27 @@ async def test_run_posts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     posting.cancel()
     await asyncio.wait([posting])
     assert [event["kind"] for event in desk.events] == ["step"]
+
+
+@pytest.mark.parametrize(("roles", "posts"), [(1, 40), (50, 40), (1000, 2)])
+@virtual_time()
+async def test_many_roles_post_less_often(roles: int, posts: int) -> None:
+    """In ten seconds: the launcher has all their posts to take."""
+    batches = []
+
+    async def post(events: Sequence[Mapping[str, Any]]) -> None:
+        batches.append(len(events))
+
+    recorder = RunRecorder(post, roles=roles)
+    posting = asyncio.create_task(recorder.run())
+    for step in range(100):
+        recorder.event("step", step=step)
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
+    posting.cancel()
+    await asyncio.wait([posting])
+    assert len(batches) == posts
+    assert sum(batches) == 100
 
 
 async def test_a_cancelled_flush_loses_nothing() -> None:

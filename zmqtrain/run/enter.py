@@ -18,7 +18,7 @@ from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.loop import Dilation, dilation_of
 from zmqtrain.net.zeromq import open_zeromq
-from zmqtrain.observe.recorder import AuditEvents, RunRecorder, Speeds
+from zmqtrain.observe.recorder import AuditEvents, RunRecorder
 from zmqtrain.run.report import report_of
 from zmqtrain.topology.timeouts import Timeouts
 
@@ -79,7 +79,14 @@ async def enter(
     membership.outlive(description.alone_s)
     tracing = description.topology.observe.trace_steps
     async with _in_touch(membership):
-        async with _recording(membership, recorder, trace_steps=tracing, audit=audit, speeds=endpoint.speeds) as recording:
+        posting = RunRecorder(
+            membership.report,
+            trace_steps=tracing,
+            audit=audit,
+            speeds=endpoint.speeds,
+            roles=len(description.placement.roles),
+        )
+        async with _recording(membership, recorder or posting) as recording:
             context = RoleContext(
                 endpoint=endpoint,
                 membership=membership,
@@ -113,14 +120,11 @@ async def _in_touch(membership: Membership) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _recording(
-    membership: Membership, given: Recorder | None, *, trace_steps: int, audit: AuditEvents | None, speeds: Speeds
-) -> AsyncIterator[Recorder]:
-    """The recorder that was given, or one that posts to the coordinator until the end of the block."""
-    if given is not None:
-        yield given
+async def _recording(membership: Membership, recorder: Recorder) -> AsyncIterator[Recorder]:
+    """The recorder, which posts to the coordinator until the end of the block, if it is one that does."""
+    if not isinstance(recorder, RunRecorder):
+        yield recorder
         return
-    recorder = RunRecorder(membership.report, trace_steps=trace_steps, audit=audit, speeds=speeds)
     posting = asyncio.create_task(recorder.run(), name="post events")
     try:
         yield recorder
