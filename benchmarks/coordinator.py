@@ -67,9 +67,13 @@ async def _open(peer: str, topology: Topology) -> Node:
     return await open_zeromq(peer, settings=net_settings(topology.job.timeouts, _TOKEN, host="127.0.0.1"))
 
 
-def _coordinate(hosts: int, told: Connection) -> None:
+def _open_many_files() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _coordinate(hosts: int, told: Connection) -> None:
+    _open_many_files()
     told.send(run(_coordinator(hosts)))
 
 
@@ -102,8 +106,7 @@ async def _coordinator(hosts: int) -> dict[str, float]:
 
 
 def _be_hosts(ranks: Sequence[int], hosts: int, address: str, pipe: Connection) -> None:
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _open_many_files()
     run(_hosts(ranks, hosts, address, pipe))
 
 

@@ -12,10 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from zmqtrain.cli.drain import drained
-from zmqtrain.cli.runs import launcher_of, state_of_run
+from zmqtrain.cli.runs import require_launcher, state_of_run
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.asked import heeds
 from zmqtrain.launcher.slurm.submit import cancel, job_of
@@ -46,7 +44,7 @@ class Processes:
         if (job := job_of(path)) is not None:
             cancel(job)
             return f"Slurm job {job} is being cancelled"
-        launcher = _launcher(path)
+        launcher = require_launcher(path)
         if launcher.pid in self._stopping:  # a second signal would stop it at once, without a checkpoint
             return f"{path.name} has been asked to stop; zmqtrain stop {path} asks again, which stops it at once"
         self._stopping.add(launcher.pid)
@@ -54,7 +52,7 @@ class Processes:
         return f"{path.name} is stopping: its launcher (process {launcher.pid}) ends it with a checkpoint where it can"
 
     def checkpoint(self, path: Path) -> str:
-        launcher = _launcher(path)
+        launcher = require_launcher(path)
         topology = read_topology(training_of(path))
         if (topology.get("job") or {}).get("task") is None:
             raise UsageError(f"{path.name} trains a script or a modelled device, whose checkpoints are not zmqtrain's to keep")
@@ -64,7 +62,7 @@ class Processes:
         return f"{path.name} keeps a checkpoint at the next step that all its workers reach; the events say when it is complete"
 
     def drain(self, path: Path, host: str) -> str:
-        return drained(path, _launcher(path), host)
+        return drained(path, require_launcher(path), host)
 
 
 def run_dashboard(
@@ -138,13 +136,6 @@ def _user() -> str:
         return f"{getpass.getuser()}@"
     except (KeyError, OSError):  # a user without a name, as in some containers
         return ""
-
-
-def _launcher(path: Path) -> psutil.Process:
-    launcher = launcher_of(path)
-    if launcher is None:
-        raise UsageError(f"{path.name} is not running on this machine; zmqtrain stop {path} ends what may be left on other hosts")
-    return launcher
 
 
 def _readable_state(path: Path) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from zmqtrain.cli.runs import launcher_of, lives
-from zmqtrain.errors import UsageError
+from zmqtrain.cli.runs import lives, require_launcher
 from zmqtrain.launcher.asked import ask
 from zmqtrain.observe.run_directory import find_run, training_of
 
@@ -20,9 +19,7 @@ def run_drain(name: str, host: str) -> int:
     Raises `UsageError` if the run has ended, has no such host, or cannot continue without it, and `HostLostError` if its launcher
     ends before it answers."""
     path = find_run(name)
-    launcher = launcher_of(path)
-    if launcher is None:
-        raise UsageError(f"{path} is not running, or its launcher is gone")
+    launcher = require_launcher(path)
     try:
         print(drained(path, launcher, host))
     except KeyboardInterrupt:

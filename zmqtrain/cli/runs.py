@@ -209,6 +209,14 @@ def launcher_of(path: Path) -> psutil.Process | None:
         return None
 
 
+def require_launcher(path: Path) -> psutil.Process:
+    """The same. Raises `UsageError` if it is not running."""
+    launcher = launcher_of(path)
+    if launcher is None:
+        raise UsageError(f"{path.name} is not running on this machine; zmqtrain stop {path} ends what may be left on other hosts")
+    return launcher
+
+
 def lives(process: psutil.Process) -> bool:
     """Whether a process runs: it has not ended, collected or not."""
     try:

@@ -35,7 +35,7 @@ from zmqtrain.merged_fc.messages import (
 from zmqtrain.merged_fc.queue import Applied, EvaluationTurn, FcQueue, Turn, WorkerPlace
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.background import Background, Refusals
-from zmqtrain.server.load import Load
+from zmqtrain.server.load import LoadEvents
 from zmqtrain.server.staleness import staleness_values
 from zmqtrain.waiting import task_group, together
 from zmqtrain.wire.payload import Payload, Value
@@ -166,8 +166,7 @@ class FcServer:
     # Turns.
 
     async def _compute(self) -> None:
-        clock = asyncio.get_running_loop().time
-        load = Load(clock())
+        load = LoadEvents(self._recorder)
         while True:
             async with self._turn:
                 turn = self._queue.next(training=self._held_by is None)
@@ -175,12 +174,11 @@ class FcServer:
                     await self._evaluate(turn)
                 elif turn is not None:
                     parts = self._parts[turn.group, turn.step, turn.micro_batch].values()
-                    began, nbytes = clock(), sum(tensor.nbytes for part in parts for tensor in part.tensors)
+                    load.begin()
+                    nbytes = sum(tensor.nbytes for part in parts for tensor in part.tensors)
                     del parts
                     await self._train(turn)
-                    told = load.handled(began, clock(), waiting=len(self._parts), nbytes=nbytes)
-                    if told is not None:
-                        self._recorder.event("load", **told)
+                    load.done(waiting=len(self._parts), nbytes=nbytes)
             if turn is None:
                 self._more.clear()
                 await self._more.wait()

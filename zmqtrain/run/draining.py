@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from zmqtrain.errors import UsageError
 from zmqtrain.membership.agent_link import WITHDRAW
 from zmqtrain.membership.barrier import name_some
-from zmqtrain.topology.elastic import why_not_elastic
+from zmqtrain.topology.elastic import why_it_is_not
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.waiting import in_time
 
@@ -28,8 +28,7 @@ def check_drain(host: str, topology: Topology, placement: Placement, view: View)
         known = f"did you mean {meant}?" if meant else f"it has {name_some(list(placement.hosts))}"
         raise UsageError(f"the run has no host {host}: {known}")
     if not topology.elastic:
-        why = why_not_elastic(topology)
-        reason = "it is elastic only with elastic = true" if why is None else why[0]
+        reason, _ = why_it_is_not(topology)
         raise UsageError(f"the run cannot continue without {host}: {reason}")
     if f"agent/{host}" not in view.members:
         raise UsageError(f"{host} is not in the run: it has no role, has left, or was lost")

@@ -79,14 +79,14 @@ async def enter(
     membership.outlive(description.alone_s)
     tracing = description.topology.observe.trace_steps
     async with _in_touch(membership):
-        posting = RunRecorder(
+        taking = recorder or RunRecorder(
             membership.report,
             trace_steps=tracing,
             audit=audit,
             speeds=endpoint.speeds,
             roles=len(description.placement.roles),
         )
-        async with _recording(membership, recorder or posting) as recording:
+        async with _recording(membership, taking) as recording:
             context = RoleContext(
                 endpoint=endpoint,
                 membership=membership,

@@ -24,15 +24,17 @@ async def keep_enough(coordinator: Coordinator, topology: Topology, preemption: 
     if least is None:
         return
 
+    def lost(view: View) -> int:
+        return sum(peer.startswith("worker/") for peer in view.lost)
+
     def enough(view: View) -> bool:
-        return every - sum(peer.startswith("worker/") for peer in view.lost) >= least
+        return every - lost(view) >= least
 
     await coordinator.running.wait()
     while await coordinator.until(lambda view: not enough(view)):
-        lost = sum(peer.startswith("worker/") for peer in coordinator.view.lost)
         say(
-            f"{lost} of {every} workers are lost, and min_workers is {least}: unless others come back, the run stops with a "
-            f"checkpoint in {job.min_workers_wait:g} s"
+            f"{lost(coordinator.view)} of {every} workers are lost, and min_workers is {least}: unless others come back, the run "
+            f"stops with a checkpoint in {job.min_workers_wait:g} s"
         )
         try:
             async with asyncio.timeout(job.min_workers_wait):

@@ -1,11 +1,34 @@
-"""How busy a server is, as events ``load``. Sans-IO: the loop's clock is an argument."""
+"""How busy a server is, as events ``load``. `Load` is sans-IO: the loop's clock is an argument."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
+
+from zmqtrain.events import Recorder
 
 #: Seconds between two events, as long as something arrives.
 LOAD_S = 2.0
+
+
+class LoadEvents:
+    """Records the load of a loop that handles messages: `begin` and `done` for each."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        """Make it in the event loop."""
+        self._recorder, self._clock = recorder, asyncio.get_running_loop().time
+        self._began = self._clock()
+        self._load = Load(self._began)
+
+    def begin(self) -> None:
+        """A message is taken."""
+        self._began = self._clock()
+
+    def done(self, *, waiting: int, nbytes: int) -> None:
+        """It was handled. ``waiting``: the messages that wait behind it. ``nbytes``: its size."""
+        told = self._load.handled(self._began, self._clock(), waiting=waiting, nbytes=nbytes)
+        if told is not None:
+            self._recorder.event("load", **told)
 
 
 class Load:

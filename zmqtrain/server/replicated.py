@@ -31,7 +31,7 @@ from zmqtrain.server.fill import fill, make_entries
 from zmqtrain.server.gate import ShutGate
 from zmqtrain.server.head import Head
 from zmqtrain.server.lives import Seen, lives_of
-from zmqtrain.server.load import Load
+from zmqtrain.server.load import LoadEvents
 from zmqtrain.server.operations import LOG, LOGGED, Operation, logged_tag
 from zmqtrain.server.serving import ServerTools, Shard, report
 from zmqtrain.server.settings import MakeCheckpoints, ServerSettings
@@ -324,11 +324,10 @@ class ReplicatedServer:
     # What workers send.
 
     async def _take_pushes(self, pushes: Subscription) -> None:
-        clock = asyncio.get_running_loop().time
-        load = Load(clock())
+        load = LoadEvents(self._recorder)
         while True:
             sender, tag, payload = await pushes.get()
-            began = clock()
+            load.begin()
             try:
                 piece, _ = parse_push_tag(tag)
                 shard = self._shards.get(piece)
@@ -341,9 +340,7 @@ class ReplicatedServer:
                 await self._heads[shard].push(sender, tag, payload)
             else:  # the worker knows of a newer view
                 self._parked.setdefault(shard, {})[sender, piece] = sender, tag, payload
-            told = load.handled(began, clock(), waiting=pushes.ready, nbytes=payload.nbytes)
-            if told is not None:
-                self._recorder.event("load", **told)
+            load.done(waiting=pushes.ready, nbytes=payload.nbytes)
             del payload
 
     async def _on_configure(self, caller: PeerId, shard: Value, value: Value) -> Value:

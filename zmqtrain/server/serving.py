@@ -33,7 +33,7 @@ from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEv
 from zmqtrain.server.background import Background, Refusals
 from zmqtrain.server.checkpoint import keep_pieces
 from zmqtrain.server.gate import OPEN, Gate
-from zmqtrain.server.load import Load
+from zmqtrain.server.load import LoadEvents
 from zmqtrain.server.momentum_sensor import Sensors
 from zmqtrain.server.norm import ServerSum
 from zmqtrain.server.parse import parse_push
@@ -260,20 +260,17 @@ class Serving:
 
     async def _take_pushes(self, pushes: Subscription) -> None:
         entries, groups = self._shard.entries, self._configuration.groups
-        clock = asyncio.get_running_loop().time
-        load = Load(clock())
+        load = LoadEvents(self._recorder)
         while True:
             sender, tag, payload = await pushes.get()
-            began = clock()
+            load.begin()
             try:
                 push = parse_push(sender, tag, payload, entries, groups)
                 async with self.lock:
                     await self.push(push, payload.nbytes)
             except ProtocolError as error:
                 self._refusals.refuse(sender, tag, error)
-            told = load.handled(began, clock(), waiting=pushes.ready, nbytes=payload.nbytes)
-            if told is not None:
-                self._recorder.event("load", **told)
+            load.done(waiting=pushes.ready, nbytes=payload.nbytes)
             del payload
 
     async def _take_orders(self, orders: Subscription) -> None:

@@ -26,6 +26,11 @@ def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     return _why_not_with_servers(topology) if exchange.kind == "model_server" else None
 
 
+def why_it_is_not(topology: Topology) -> tuple[str, tuple[Path, ...]]:
+    """Why a run that is not elastic is none, and the fields on which that depends beside ``elastic``."""
+    return why_not_elastic(topology) or ("it is elastic only with elastic = true", ())
+
+
 def elastic_by_default(topology: Topology) -> bool:
     """Whether the run is elastic if its file does not say. Not with all-reduce: workers of one host would not share memory."""
     return topology.exchange.kind != "allreduce" and why_not_elastic(topology) is None

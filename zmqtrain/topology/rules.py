@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from zmqtrain.topology.broken_rule import BrokenRule, Path, rule
 from zmqtrain.topology.compute import rows_and_columns
-from zmqtrain.topology.elastic import why_not_elastic
+from zmqtrain.topology.elastic import why_it_is_not, why_not_elastic
 from zmqtrain.topology.fault_rules import fault_rules, simulation_rules
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.known_hosts import KnownHosts
@@ -66,7 +66,7 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
         yield rule(reason, ("job", "elastic"), *paths)
     needs = [name for name, given in (("restarts", job.restarts), ("min_workers", job.min_workers)) if given]
     if not topology.elastic:
-        reason, paths = why or ("it is elastic only with elastic = true", ())
+        reason, paths = why_it_is_not(topology)
         for name in needs:
             text = f"{name} is for elastic runs; in this run a lost worker ends the run: {reason}"
             yield rule(text, ("job", name), ("job", "elastic"), *paths)

@@ -30,7 +30,6 @@ from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.waiting import abandoned, together
 from zmqtrain.wire.payload import Payload, Value
 
-#: How long workers wait for each other if their group has no limit, in seconds.
 #: The names of what an average that has arrived, but is not applied yet, consists of.
 _IN_FLIGHT = ("own", "came")
 
