@@ -50,14 +50,13 @@ class Heard:
                 self.finished.add(peer)
 
 
-@virtual_time()
-async def test_an_embedded_run_goes_on_without_a_worker_that_is_lost(tmp_path: Path) -> None:
-    """Gossip is elastic wherever it runs: also where nobody but the coordinator sees that a worker has gone."""
+async def losing_a_worker(folder: Path, **job: Any) -> Heard:
+    """A run of gossip whose third worker is lost."""
     heard = Heard()
     opened = open_run(
-        Topology.from_dict(GOSSIP),
+        Topology.from_dict({**GOSSIP, "job": {**GOSSIP["job"], **job}}),
         network=MemoryNetwork(),
-        checkpoints=tmp_path,
+        checkpoints=folder,
         on_report=heard.on_report,
         on_event=heard.on_event,
     )
@@ -67,6 +66,13 @@ async def test_an_embedded_run_goes_on_without_a_worker_that_is_lost(tmp_path: P
         lost = tasks.create_task(run.role("worker/2"))
         await heard.third.wait()
         lost.cancel()
+    return heard
+
+
+@virtual_time()
+async def test_an_embedded_run_goes_on_without_a_worker_that_is_lost(tmp_path: Path) -> None:
+    """Gossip is elastic wherever it runs: also where nobody but the coordinator sees that a worker has gone."""
+    heard = await losing_a_worker(tmp_path)
     assert heard.finished == {"worker/0", "worker/1"}
     assert [values["peer"] for kind, values in heard.events if kind == "lost"] == ["worker/2"]
 
@@ -75,21 +81,7 @@ async def test_an_embedded_run_goes_on_without_a_worker_that_is_lost(tmp_path: P
 @pytest.mark.parametrize(("least", "wait_s"), [(2, 0.0), (3, 0.0), (3, 0.05), (3, 600.0)])
 async def test_a_run_with_too_few_workers_stops_at_a_common_step(tmp_path: Path, least: int, wait_s: float) -> None:
     """At once, or when the others have trained on alone for a while; not if they have done all steps meanwhile."""
-    heard = Heard()
-    job = {**GOSSIP["job"], "min_workers": least, "min_workers_wait": wait_s}
-    opened = open_run(
-        Topology.from_dict({**GOSSIP, "job": job}),
-        network=MemoryNetwork(),
-        checkpoints=tmp_path,
-        on_report=heard.on_report,
-        on_event=heard.on_event,
-    )
-    async with opened as run, asyncio.TaskGroup() as tasks:
-        for peer in ("worker/0", "worker/1"):
-            tasks.create_task(run.role(peer))
-        lost = tasks.create_task(run.role("worker/2"))
-        await heard.third.wait()
-        lost.cancel()
+    heard = await losing_a_worker(tmp_path, min_workers=least, min_workers_wait=wait_s)
     steps = {heard.last["worker/0"] + 1, heard.last["worker/1"] + 1}
     if least == 3 and wait_s < 600:
         assert len(steps) == 1, "a common step"

@@ -9,54 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.simulate.worlds import POLICIES, STEPS, servers_topology
 from zmqtrain.simulate.faults import Fault, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
-from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
-
-STEPS = 24
-#: One run takes about 0.03 s of virtual time.
-TOPOLOGY = """
-[job]
-{length}
-timeout = "5 s"
-elastic = true
-{job}
-[[hosts]]
-name = "h[1-3]"
-address = "10.0.0.1"
-slots = 1
-[[hosts]]
-name = "s[1-2]"
-address = "10.0.0.2"
-slots = 1
-[compute]
-groups = 3
-batch_size = {batch}
-device = "modelled"
-profile = "lenet"
-bucket_size = "64 KiB"
-noise = {{ kind = "normal", spread = 0.5 }}
-[exchange]
-kind = "model_server"
-staleness = {staleness}
-shards = 2
-[network]
-bandwidth = "1 Gbit/s"
-latency = "100 us"
-[simulation]
-payload = "small"
-time_limit = 120
-[observe]
-trace_steps = 0
-"""
-POLICIES = ['"async"', "{ bound = 0 }", "{ bound = 2 }", '"sync"']
 
 
 def topology(staleness: str = '"async"', *, epochs: bool = False, job: str = "") -> Topology:
-    """Of 24 steps; or of two epochs of ten steps each."""
-    length, batch = ("epochs = 2", 2000) if epochs else (f"steps = {STEPS}", 128)
-    return parse_topology(TOPOLOGY.format(staleness=staleness, length=length, batch=batch, job=job))
+    return servers_topology(staleness, servers=2, epochs=epochs, job=f"elastic = true\n{job}")
 
 
 class Heard:

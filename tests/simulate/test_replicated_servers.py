@@ -13,51 +13,14 @@ import pytest
 import torch
 
 from tests.simulate.test_training import Recipe, topology_of
+from tests.simulate.worlds import POLICIES, servers_topology
 from zmqtrain.simulate.faults import Fault, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
-from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
-
-TOPOLOGY = """
-[job]
-{length}
-timeout = "5 s"
-{job}
-[[hosts]]
-name = "h[1-3]"
-address = "10.0.0.1"
-slots = 1
-[[hosts]]
-name = "s[1-{servers}]"
-address = "10.0.0.2"
-slots = 1
-[compute]
-groups = 3
-batch_size = {batch}
-device = "modelled"
-profile = "lenet"
-bucket_size = "64 KiB"
-noise = {{ kind = "normal", spread = 0.5 }}
-[exchange]
-kind = "model_server"
-staleness = {staleness}
-shards = {servers}
-replicas = 1
-[network]
-bandwidth = "1 Gbit/s"
-latency = "100 us"
-[simulation]
-payload = "small"
-time_limit = 120
-[observe]
-trace_steps = 0
-"""
-POLICIES = ['"async"', "{ bound = 0 }", "{ bound = 2 }", '"sync"']
 
 
 def topology(staleness: str, *, servers: int = 3, epochs: bool = False, job: str = "") -> Topology:
-    length, batch = ("epochs = 2", 2000) if epochs else ("steps = 24", 128)
-    return parse_topology(TOPOLOGY.format(staleness=staleness, length=length, batch=batch, job=job, servers=servers))
+    return servers_topology(staleness, servers=servers, epochs=epochs, job=job, exchange="replicas = 1")
 
 
 def run(faults: Sequence[Fault], staleness: str = '"async"', *, seed: int = 1, **how: Any) -> tuple[Result, list[tuple[str, int]]]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
 
 #: Four layers, 30 ms a step of 32 samples.
@@ -35,3 +36,49 @@ def topology_of(profile: str, *, workers: int = 4, hosts: int = 4, **sections: A
     for name, values in sections.items():
         document[name] = document.get(name, {}) | values if isinstance(values, dict) else values
     return Topology.from_dict(document)
+
+
+STEPS = 24
+#: Three workers and some model servers, each on a host of its own. One run takes about 0.03 s of virtual time.
+SERVERS = """
+[job]
+{length}
+timeout = "5 s"
+{job}
+[[hosts]]
+name = "h[1-3]"
+address = "10.0.0.1"
+slots = 1
+[[hosts]]
+name = "s[1-{servers}]"
+address = "10.0.0.2"
+slots = 1
+[compute]
+groups = 3
+batch_size = {batch}
+device = "modelled"
+profile = "lenet"
+bucket_size = "64 KiB"
+noise = {{ kind = "normal", spread = 0.5 }}
+[exchange]
+kind = "model_server"
+staleness = {staleness}
+shards = {servers}
+{exchange}
+[network]
+bandwidth = "1 Gbit/s"
+latency = "100 us"
+[simulation]
+payload = "small"
+time_limit = 120
+[observe]
+trace_steps = 0
+"""
+POLICIES = ['"async"', "{ bound = 0 }", "{ bound = 2 }", '"sync"']
+
+
+def servers_topology(staleness: str, *, servers: int, epochs: bool = False, job: str = "", exchange: str = "") -> Topology:
+    """Of 24 steps; or of two epochs of ten steps each. ``job``, ``exchange``: more settings of these sections."""
+    length, batch = ("epochs = 2", 2000) if epochs else (f"steps = {STEPS}", 128)
+    text = SERVERS.format(staleness=staleness, length=length, batch=batch, job=job, servers=servers, exchange=exchange)
+    return parse_topology(text)
