@@ -144,7 +144,7 @@ class TrainStep:
     def _forward(self, part: Batch) -> tuple[Tensor, Tensor, int, int]:
         """The mean loss; the value from which backward starts, and its factor; and the number of samples."""
         with autocast(self._device, self._settings.precision):
-            with user_code("the model's forward"):
+            with user_code("the model's forward"), self._replica.forward():
                 output = part.output(self._replica.model)
             part = self._share.of_output(part)
             if not part.samples:
