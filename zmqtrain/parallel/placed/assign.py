@@ -30,7 +30,10 @@ from zmqtrain.parallel.shard import Shard, one_range
 
 AnyBatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 #: Layers whose weights are whole wherever their inputs are: it is nothing to tell people.
-_ANYWHERE = (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.PReLU, nn.RMSNorm)
+_ANYWHERE = (
+    *(nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.PReLU, nn.RMSNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 @dataclass(frozen=True, slots=True)
