@@ -113,9 +113,7 @@ def test_circular_padding_sends_the_ends_of_images_alone(strips: str, senders: s
 
     left_whole, world = run_ranks(4, run)
     assert not any(left_whole)
-    found = [
-        {phase: sent.nbytes[Label("1", "redistribute", phase)] for phase in ("forward", "backward")} for sent in world.traffic
-    ]
+    found = [{phase: sent.nbytes[Label("1", "redistribute", phase)] for phase in ("forward", "backward")} for sent in world.traffic]
     assert {rank for rank, each in enumerate(found) if any(each.values())} == senders
     places = 2 * 3 * 14 if strips == "height" else 2 * 3 * 14 + 2 * 3 * 16  # rows are as wide as the width has been padded
     assert sum(each["forward"] for each in found) == sum(each["backward"] for each in found) == places * BATCH * 2 * 8
