@@ -56,6 +56,7 @@ def batch_norm(
     lend(layer, weight=parts[0], bias=parts[1])
     layer._buffers.update(running_mean=statistics[0].part, running_var=statistics[1].part)
     found = layer(x)
+    lend(layer, weight=None, bias=None)  # computed tensors, through which the layer would keep its model alive
     for each in statistics:
         each.keep()
     return from_local(found, place, input.shape, world)
