@@ -25,8 +25,8 @@ def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
         return _why_not_with_sums(topology)
     if compute.group_size > 1:
         return (
-            "a group cannot finish its batch without one of its workers, except with all-reduce; an elastic run needs groups of one "
-            "worker",
+            "a group cannot finish its batch without one of its workers, except with all-reduce; "
+            "an elastic run needs groups of one worker",
             (("compute", "group_size"),),
         )
     return _why_not_with_servers(topology) if exchange.kind == "model_server" else None
