@@ -91,7 +91,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention": Attention,
     "images": Images,
     "read early": ReadEarly,
-    "scripted": lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))),
 }
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -154,7 +153,6 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float, micro
         ],
     }
 )
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 async def test_replica_trains_as_plain_torch(
     name: str, optimizer: str, clip: float, micro_batches: int, bucket_bytes: int, when: Optimize, device: CpuDevice
 ) -> None:
@@ -281,3 +279,12 @@ async def test_a_sparse_gradient_is_refused_with_what_to_do(device: CpuDevice) -
 
     with pytest.raises(TaskError, match=r"parameter '0\.weight' got a sparse gradient.*sparse=False"):
         await device.run(one)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+async def test_a_scripted_model_gets_no_hooks_inside(device: CpuDevice) -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(6, 5)))
+    replica = TorchReplica(model, torch.optim.SGD(model.parameters(), lr=0.1), device)
+    replica.connect(lambda bucket: None)
+    await device.run(lambda: step(replica, 0, torch.rand(8, 6), torch.randint(5, (8,))))
+    assert replica.buckets[0].gradients.tensor.abs().sum() > 0  # type: ignore[attr-defined]
