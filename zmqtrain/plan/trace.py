@@ -189,6 +189,7 @@ def _layer(call: _Call) -> LayerShape:
         flops=2 * matrices * positions if shape.kind in _MULTIPLIES else elementwise,
         statistics=isinstance(module, _BatchNorm),
         means=_means(module, call.inputs),
+        running=isinstance(module, _MEANS) and getattr(module, "running_mean", None) is not None,
         mixes=shape.kind not in (*DIVISIBLE, "own") and not isinstance(module, (_BatchNorm, *_MEANS, *_BY_CHANNEL)),
         **_attention(module),
     )
