@@ -213,6 +213,9 @@ def test_memory_of_any_layout_and_with_gradients(ranks: Ranks[Any]) -> None:
         parameter = torch.nn.Parameter(torch.ones(3))
         group.allreduce([parameter]).wait()
         assert (parameter == size).all()
+        one = torch.full((2,), float(group.rank()))[::2]  # contiguous, although its stride is 2
+        group.broadcast([one], options(dist.BroadcastOptions, rootRank=size - 1)).wait()
+        assert one.item() == size - 1
 
     ranks(work)
 

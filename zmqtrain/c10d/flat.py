@@ -20,7 +20,8 @@ class Flat:
         self._target, self._write = _alias(tensor), write
         here = self._target.cpu() if tensor.device.type != "cpu" else self._target
         self._whole = here.resolve_conj().resolve_neg().contiguous()
-        self.flat = self._whole.view(-1)
+        # A single element is contiguous whatever its stride, and views of it as bytes need 1.
+        self.flat = self._whole.view(-1) if self._whole.numel() != 1 else self._whole.as_strided((1,), (1,))
         """The memory."""
 
     def write_back(self) -> None:
