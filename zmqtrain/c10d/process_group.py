@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 
 from zmqtrain.c10d.descriptor import Descriptor, checksum
+from zmqtrain.c10d.eager import never_compiled
 from zmqtrain.c10d.errors import of_torch
 from zmqtrain.c10d.flat import Flat, Flats
 from zmqtrain.c10d.operations import Reduction, reduction_of
@@ -37,6 +38,7 @@ CLOSE_S = 5.0
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+@never_compiled
 class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """Implements every operation of `torch.distributed` for CPU tensors; those on a GPU are staged through host memory.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from zmqtrain.c10d.eager import never_compiled
 from zmqtrain.c10d.errors import BrokenGroupError, WaitTimeoutError, of_torch
 from zmqtrain.train.device.accelerator import accelerator_of
 
@@ -43,6 +44,7 @@ class _Callbacks:
 _CALLBACKS = _Callbacks()
 
 
+@never_compiled
 class Handle(Work):
     """One operation: torch's work handle."""
 
