@@ -378,10 +378,17 @@ def stale_view_believed(patches: Patches) -> None:
 def dead_host_believed(patches: Patches) -> None:
     """The heartbeats of a host that is gone are believed to go on."""
 
+    def make(look: Any) -> Any:
+        def mutated(self: Heard, now: float) -> None:
+            self._times = dict.fromkeys(self._times, now)
+            look(self, now)
+
+        return mutated
+
     def deaf(_: Any) -> Any:
         return lambda _self, *_args: []
 
-    patches.around(Heard, "silent", deaf)
+    patches.around(Heard, "look", make)
     patches.around(Roster, "handle_lost", deaf)
 
 
