@@ -81,7 +81,10 @@ def kill(folder: Path, pid: int) -> None:
 @pytest.mark.parametrize(("kind", "restarts"), [("gossip", 0), ("gossip", 1), ("averaging", 1), ("allreduce", 1)])
 def test_a_worker_is_killed(tmp_path: Path, kind: str, restarts: int) -> None:
     (tmp_path / "task.py").write_text(waiting(3 + restarts))
-    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(kind=kind, restarts=restarts, steps=STEPS))
+    topology = TOPOLOGY.format(kind=kind, restarts=restarts, steps=STEPS)
+    if kind == "allreduce":
+        topology = topology.replace("groups = 3", "groups = 1\ngroup_size = 3")
+    (tmp_path / "trial.toml").write_text(topology)
     with Launched(tmp_path, "trial.toml") as run:
         roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 3)
         run.wait_for(r"^step ")

@@ -64,6 +64,8 @@ from zmqtrain.wire.payload import Value
 
 #: The most processes that only observe.
 MOST_OBSERVERS = 64
+#: The most heartbeats a second, of all agents together.
+MOST_HEARTBEATS = 100
 #: The longest address and reason that are kept.
 LONGEST_TEXT = 1024
 
@@ -353,6 +355,13 @@ class Roster:
             return []
         self._elastic = False
         return [Note("not elastic", {"peer": peer}, reason)]
+
+    @property
+    def heartbeat_s(self) -> float:
+        """When an agent is to send its next heartbeat, in seconds: later where there are many hosts, but three of them before it
+        counts as silent."""
+        usual = self._timeouts.heartbeat_s
+        return min(max(usual, len(self._members.agents) / MOST_HEARTBEATS), max(usual, self._timeouts.silent_s / 3))
 
     def handle_heartbeat(self, peer: PeerId, alive: Iterable[PeerId], now: float) -> list[Action]:
         """A heartbeat of an agent: its host is alive, and so are these roles."""

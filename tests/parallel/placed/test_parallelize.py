@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +65,21 @@ def plan_of(model: nn.Module, grid: Grid, convolutions: Choice, others: Choice) 
 
 def divided(model: nn.Module, grid: Grid, plan: Plan | None, fabric: Fabric, **settings: Any) -> ParallelModel:
     return parallelize(model, grid, plan, fabric=fabric, seed=5, **settings)
+
+
+@pytest.mark.parametrize("name", ["resnet", "transformer", "lstm"])
+def test_a_model_that_is_needed_no_more_is_freed(name: str) -> None:
+    """Cycles of references that lead through autograd's graph are not found by Python."""
+    model, (_, data) = made(name), MODELS[name]
+    first = weakref.ref(next(model.parameters()))
+    fabric = RehearsalFabric(0, 2)
+    parallel = divided(without_content(model), Grid(2, 1), None, fabric)
+    copied = weakref.ref(next(parallel.parameters()))
+    parallel.batch.size = BATCH
+    train_step(parallel, [data(2).to("meta")])
+    del model, parallel
+    gc.collect()
+    assert (first(), copied()) == (None, None)
 
 
 def reference(name: str, x: Tensor, *, dropout: bool) -> tuple[list[float], dict[str, Tensor]]:

@@ -257,7 +257,7 @@ def test_caches_and_positions(name: str) -> None:
 
 def test_attention_and_mlp_cost_one_sum_each() -> None:
     """Nothing else is sent within a block."""
-    for name, last in (("bert", "output.dense"), ("llama", "_proj"), ("t5", (".o", ".wo"))):
+    for name, last in (("bert", "output.dense"), ("llama", "_proj"), ("t5", (".o", ".wo")), ("gpt2", ".c_proj")):
         model = made(name, "eager").eval()
 
         def run(fabric: ThreadFabric, name: str = name, model: nn.Module = model) -> Any:
@@ -268,7 +268,11 @@ def test_attention_and_mlp_cost_one_sum_each() -> None:
             return dict(fabric.traffic.messages), dict(parallel.left_whole)
 
         sent, left_whole = run_ranks(2, run)[0][0]
-        blocks = {label.layer: count for label, count in sent.items() if ".layer" in label.layer and "bias" not in label.layer}
+        blocks = {
+            label.layer: count
+            for label, count in sent.items()
+            if (".layer" in label.layer or ".h." in label.layer) and "bias" not in label.layer
+        }
         assert len(blocks) == (10 if name == "t5" else 4), sent
         assert all(layer.endswith(last) and count == 1 for layer, count in blocks.items()), sent
         assert all("shares parameters" in why for why in left_whole.values()), left_whole
