@@ -193,7 +193,7 @@ async def test_what_the_stream_raises_names_it() -> None:
 
 @pairwise(
     {
-        "at": [1, 2, 3, 4],
+        "at": [1, 4],
         "data": {"read again": Shuffled, "own state": Stateful},
         "fields": {
             "no process": {},
@@ -226,7 +226,7 @@ async def test_parts_of_streams_are_resumed_to_the_bit(workers: int, tmp_path: P
     whole = Trained(lambda: Numbers(44), **fields)
     first = await train(whole, steps=8, checkpoint_every=1, keep_checkpoints=20, folder=tmp_path)
     assert not first.errors
-    for at in (1, 3, 4, 6):
+    for at in ((1, 4), (3, 6))[workers - 1]:
         again = Trained(lambda: Numbers(44), **fields)
         resumed = await train(again, steps=8, folder=tmp_path / f"again {at}", resume=tmp_path / f"step-{at:08d}")
         assert not resumed.errors
