@@ -87,6 +87,20 @@ def test_the_image_that_kubernetes_runs_is_the_dockerfiles() -> None:
     assert f"'image': '{name[1]}'" in str(manifests)
 
 
+def test_the_images_build_finds_what_it_copies_and_starts_the_agent() -> None:
+    words = [line.split() for line in (ROOT / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    sources = [source for first, *rest in words if first == "COPY" and not rest[0].startswith("--") for source in rest[:-1]]
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(sources) == sent
+    assert all((ROOT / source).exists() for source in sources)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {project["readme"], "pyproject.toml", "LICENSE"} <= sent, "what the wheel is built from"
+    assert ["ENTRYPOINT", '["zmqtrain"]'] in words
+    assert ["CMD", '["agent"]'] in words
+    names = re.findall(r"\bzmqtrain:(\S+) ", (ROOT / "Dockerfile").read_text() + (DOCS / "clusters.md").read_text())
+    assert set(names) == {project["version"]}
+
+
 @pytest.fixture(scope="module")
 def hooks() -> dict[str, Any]:
     return runpy.run_path(str(DOCS / "site_hooks.py"))
