@@ -97,7 +97,7 @@ def test_the_images_build_finds_what_it_copies_and_starts_the_agent() -> None:
     assert {project["readme"], "pyproject.toml", "LICENSE"} <= sent, "what the wheel is built from"
     assert ["ENTRYPOINT", '["zmqtrain"]'] in words
     assert ["CMD", '["agent"]'] in words
-    names = re.findall(r"\bzmqtrain:(\S+) ", (ROOT / "Dockerfile").read_text() + (DOCS / "clusters.md").read_text())
+    names = re.findall(r"\bzmqtrain:(\d[\w.]*\w) ", (ROOT / "Dockerfile").read_text() + (DOCS / "clusters.md").read_text())
     assert set(names) == {project["version"]}
 
 
