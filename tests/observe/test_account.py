@@ -69,3 +69,8 @@ def test_all_reduce_says_what_lost_workers_have_left(faults: list[Fault]) -> Non
     assert found["counted"] == sum(truth.summed.values()) * batch
     assert (found["lost"], found["repeated"]) == (found["due"] - found["counted"], 0)
     assert (found["why"] is not None) == bool(faults) == bool(account_lines(found))
+
+
+def test_the_line_says_what_counts_and_why_the_rest_does_not() -> None:
+    account = {"due": 96000, "counted": 49152, "repeated": 0, "lost": 46848, "why": "the run ended before"}
+    assert account_lines(account) == ["49,152 of 96,000 samples count in the model; the rest do not: the run ended before"]
