@@ -366,8 +366,8 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "skipping": ("A resumed stream is read from its beginning", "`batches`, `reason`"),
     "spread": ("How far gossip's models are apart", "`distance` (relative), `partner`"),
     "counted": (
-        "Elastic all-reduce: in this step, in which a loss was noticed, the gradients of these members count",
-        "`members`, `batches`",
+        "Elastic all-reduce: the sums of this step are of these members, and not over the usual number of samples",
+        "`members`, `samples`",
     ),
     "view": ("From this step on these members train", "`version`, `members`, `reason`"),
     "momentum": (

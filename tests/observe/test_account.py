@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.simulate import test_elastic, test_elastic_servers
+from zmqtrain.data.division import length_of
 from zmqtrain.observe.account import SampleAccount, account_lines
 from zmqtrain.simulate.faults import Fault, kill, restart
 from zmqtrain.simulate.run import Options, simulate
@@ -18,12 +19,15 @@ class Truth:
     """What the auditor is told about what counts."""
 
     def __init__(self) -> None:
-        self.summed: dict[int, int] = {}  # step -> members
+        self.takes: dict[tuple[str, int], int] = {}  # worker, step -> its samples
+        self.summed: dict[int, int] = {}  # step -> samples
         self.batches: dict[tuple[str, int], int] = {}  # server, piece -> batches
 
     def hear(self, peer: str, what: str, values: Mapping[str, Any]) -> None:
         if what == "counted":
-            self.summed[values["step"]] = len(values["members"])
+            self.summed[values["step"]] = sum(self.takes.get((peer, values["step"]), 0) for peer in values["members"])
+        elif what == "divides":
+            self.takes[peer, values["step"]] = length_of(values["spans"])
         elif what == "applied":
             where = peer, values["piece"]
             self.batches[where] = self.batches.get(where, 0) + len(values["reads"]) - len(values["skipped"])
@@ -66,9 +70,18 @@ def test_all_reduce_says_what_lost_workers_have_left(faults: list[Fault]) -> Non
     found, truth = account_of(topology, faults)
     batch, groups = topology.compute.batch_size, topology.compute.groups
     assert found["due"] == len(truth.summed) * groups * batch
-    assert found["counted"] == sum(truth.summed.values()) * batch
+    assert found["counted"] == sum(truth.summed.values())
     assert (found["lost"], found["repeated"]) == (found["due"] - found["counted"], 0)
     assert (found["why"] is not None) == bool(faults) == bool(account_lines(found))
+
+
+@pytest.mark.parametrize("faults", LOSSES, ids=["none", "one", "back"])
+def test_all_reduce_trains_every_sample_of_an_epoch(faults: list[Fault]) -> None:
+    topology = test_elastic.allreduce(epochs=2, groups=2, size=2)
+    found, truth = account_of(topology, faults)
+    due = 2 * (60_000 // (2 * 3001)) * 2 * 3001
+    assert sum(truth.summed.values()) == due
+    assert found == {"due": due, "counted": due, "repeated": 0, "lost": 0, "why": None}
 
 
 def test_the_line_says_what_counts_and_why_the_rest_does_not() -> None:

@@ -86,7 +86,7 @@ class Heard:
                 self.views.setdefault(peer, []).append((event["step"], tuple(event["values"]["members"])))
 
 
-def run(faults: Sequence[Fault], **how: str) -> tuple[Result, Heard]:
+def run(faults: Sequence[Fault], **how: Any) -> tuple[Result, Heard]:
     heard = Heard()
     result = simulate(topology(**how), options=Options(faults=faults, on_report=heard))
     assert result.ending.status == "done", result.ending.error
@@ -98,9 +98,9 @@ def run(faults: Sequence[Fault], **how: str) -> tuple[Result, Heard]:
     ("exchange", "granularity"), [("weights", "bucket"), ("weights", "batch"), ("gradients", "bucket"), ("gradients", "batch")]
 )
 def test_survivors_of_a_kill_train_every_step(exchange: str, granularity: str) -> None:
-    result, heard = run([kill("worker/1", step=50)], exchange=exchange, granularity=granularity)
+    result, heard = run([kill("worker/1", step=50)], exchange=exchange, granularity=granularity, steps=FEW)
     for peer in ("worker/0", "worker/2", "worker/3"):
-        assert heard.steps[peer] == list(range(STEPS))
+        assert heard.steps[peer] == list(range(FEW))
         assert heard.views[peer] == heard.views["worker/0"]
     ((_, members),) = heard.views["worker/0"]
     assert members == ("worker/0", "worker/2", "worker/3")
@@ -149,7 +149,7 @@ def test_only_one_is_left() -> None:
 
 
 def test_random_faults_break_nothing() -> None:
-    found: list[Trial] = list(explore(topology(steps=FEW), range(6), faults="random"))
+    found: list[Trial] = list(explore(topology(steps=FEW), range(4), faults="random"))
     assert [each.broken for each in found if each.broken] == []
 
 
@@ -263,11 +263,15 @@ def test_averaging_at_any_moment() -> None:
         assert [each.broken for each in found if each.broken] == []
 
 
-def allreduce(every: int = 1, job: str = "", compute: str = "", steps: int = STEPS) -> Topology:
+def allreduce(every: int = 1, job: str = "", steps: int = STEPS, epochs: int = 0, groups: int = 4, size: int = 1) -> Topology:
     text = TOPOLOGY.format(steps=steps, exchange="weights", granularity="bucket", job=f"elastic = true\n{job}")
+    workers = f"groups = {groups}\ngroup_size = {size}"
+    if epochs:
+        text = text.replace(f"steps = {steps}", f"epochs = {epochs}")
+        workers += "\nbatch_size = 3001"
     start, end = text.index("[exchange]"), text.index("[network]")
     exchange = f'[exchange]\nkind = "allreduce"\nevery = {every}\n'
-    return parse_topology(text[:start].replace("groups = 4", f"groups = 4\n{compute}") + exchange + text[end:])
+    return parse_topology(text[:start].replace("groups = 4", workers) + exchange + text[end:])
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -283,3 +287,30 @@ def test_all_reduce_at_any_moment() -> None:
     for number in range(8):
         at = 0.02 + 0.00037 * number
         run_without_servers([kill("worker/3", at=at)], allreduce(job="restarts = 1", steps=FEW))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_all_reduce_among_groups_of_several(every: int) -> None:
+    """Two of one group, the first worker, and a whole group that comes back."""
+    shape = allreduce(every, groups=2, size=2, job="restarts = 1", steps=FEW)
+    for faults in (
+        [kill("worker/0", step=8), kill("worker/1", step=8)],
+        [kill("worker/0", step=0)],
+        [kill("worker/2", step=20), kill("worker/3", step=21), kill("worker/1", step=FEW - 1)],
+    ):
+        heard = run_without_servers(faults, shape)
+        assert all(steps[-1] == FEW - 1 for peer, steps in heard.steps.items() if peer != "worker/1")
+
+
+def test_epochs_of_groups_of_several_end_with_all_their_samples() -> None:
+    for seed in range(3):
+        shape = allreduce(epochs=1, groups=2, size=2, job="restarts = 1")
+        found = list(explore(shape, [seed], faults="random"))
+        assert [each.broken for each in found if each.broken] == []
+
+
+def test_one_who_has_begun_as_a_copy_knows_what_others_have_left() -> None:
+    """worker/2 is lost when worker/0 joins in the middle of a window, and those who train on have not completed it."""
+    faults = [restart("worker/0", at=0.0064, after=0.00645), restart("worker/2", at=0.01188, after=0.0002)]
+    for every in (1, 3):
+        run_without_servers(faults, allreduce(every, groups=2, size=2, job="restarts = 2", steps=40))

@@ -252,6 +252,57 @@ class TestFaults:
             torch.testing.assert_close(its, mine, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("groups", "size", "more"),
+    [
+        (2, 2, {}),
+        (1, 4, {"optimizer": {"clip_norm": 0.3}}),
+        (2, 2, {"exchange": {"kind": "allreduce", "staleness": "async", "every": 2}}),
+    ],
+    ids=["groups", "clipped", "every"],
+)
+def test_all_reduce_without_a_lost_worker_equals_one_process(tmp_path: Path, groups: int, size: int, more: dict[str, Any]) -> None:
+    """One process that trains what counted, with the same optimizer. The lost worker comes back."""
+    steps, every = 16, more.get("exchange", {}).get("every", 1)
+    sections: dict[str, Any] = {
+        "exchange": {"kind": "allreduce", "staleness": "async"},
+        "job": {"elastic": True, "restarts": 1, "steps": steps},
+    }
+    shape = topology_of(tmp_path, groups, size, **(sections | more))
+    takes: dict[tuple[str, int], Any] = {}
+    counted: dict[int, list[str]] = {}
+
+    def hear(peer: str, what: str, values: Any) -> None:
+        if what == "divides":
+            takes[peer, values["step"]] = values["spans"]
+        elif what == "counted":
+            counted[values["step"]] = values["members"]
+
+    recipe = Recipe()
+    result = simulate(shape, options=Options(faults=[kill("worker/1", step=5)], task=recipe.task(), on_audit=hear))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+    seed_everything(1)
+    model = network()
+    optimizer = recipe._optimizer(model.parameters())
+    for step in range(every - 1, steps, every):
+        spans = [
+            span for each in range(step - every + 1, step + 1) for peer in counted[step] for span in takes.get((peer, each), ())
+        ]
+        rows = [place % SAMPLES for start, stop in spans for place in range(start, stop)]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(recipe.x[rows]), recipe.y[rows]).backward()
+        if shape.optimizer.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), shape.optimizer.clip_norm)
+        optimizer.step()
+    assert min(map(len, counted.values())) == 3
+    assert len(recipe.models) == 5
+    same = 0
+    for survivor in recipe.models:
+        pairs = zip(model.parameters(), survivor.parameters(), strict=True)
+        same += all(torch.allclose(its, mine, rtol=1e-12, atol=1e-13) for mine, its in pairs)
+    assert same == 4, "all but the lost one"
+
+
 def test_a_task_that_raises(tmp_path: Path) -> None:
     class Broken(Recipe):
         def _model(self) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -67,6 +67,14 @@ class Partition:
         """The samples that the worker takes at ``step``, which counts from 0 over all epochs, if all parts are even."""
         start, stop = even_bounds(self.batch_size, self.group_size, position)
         return self.run(step, group * self.batch_size + start, group * self.batch_size + stop)
+
+    def of_spans(self, spans: Sequence[tuple[int, int]]) -> Indices:
+        """Of all steps' samples of all groups, one after another, those at these positions."""
+        found, each = [np.zeros(0, np.int64)], self.step_samples
+        for start, stop in spans:
+            steps = range(start // each, -(-stop // each))
+            found += [self.run(step, max(0, start - step * each), min(each, stop - step * each)) for step in steps]
+        return np.concatenate(found)
 
     def run(self, step: int, start: int, stop: int) -> Indices:
         """Of the samples that all groups take at ``step``, those from ``start`` up to ``stop`` (at most `step_samples`)."""

@@ -116,8 +116,13 @@ class AllReduceExchange(Serverless):
 
     async def _give(self, step: int) -> None:
         """Give the state with which ``step`` begins to those who have asked for it, and begin with that step."""
-        if self._members is not None and self._source is not None:
-            await self._source.answer(step, self._members, self._replica_started(), self.settle)
+        members, source = self._members, self._source
+        if members is None or source is None:
+            return
+        if members.joins(step):
+            # A newcomer goes on from the last sums. If only some had them, and were lost, the others would compute these anew.
+            await members.together(f"allreduce/given/{step}", step, lambda _: self.settle())
+        await source.answer(step, members, self._replica_started(), self.settle)
 
     def begin_step(self, step: int) -> None:
         self._step = step

@@ -73,6 +73,7 @@ class ExchangeContext:
                 self.members,
                 self.all_workers(),
                 every=self.every,
+                batch=worker.topology.compute.batch_size,
                 timeouts=worker.timeouts,
                 recorder=worker.recorder,
             )

@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from zmqtrain.collectives.group import Group
-from zmqtrain.data.slots import Slot, SlotPlan
-from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ViewChangedError
+from zmqtrain.data.division import Division, Span
+from zmqtrain.data.slots import Life, Slot, SlotPlan
+from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError, ViewChangedError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.members import Change, Prepare, T, group_of, nearest_first
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.timeouts import Timeouts
+from zmqtrain.wire.payload import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,23 @@ class ElasticMembers:
 
     survives = True
     slots: SlotPlan | None = None
+    division: Division | None = None
 
     def __init__(
-        self, endpoint: Endpoint, membership: Membership, workers: tuple[PeerId, ...], timeouts: Timeouts, *, recorder: Recorder
+        self,
+        endpoint: Endpoint,
+        membership: Membership,
+        workers: tuple[PeerId, ...],
+        timeouts: Timeouts,
+        *,
+        recorder: Recorder,
+        divided: int | None = None,
+        every: int = 1,
     ) -> None:
-        """``workers``: all workers that the run can have, by rank."""
+        """``workers``: all workers that the run can have, by rank. ``divided``: the samples of a step, if all workers train in step
+        and divide these; their gradients are summed in the last of ``every`` steps."""
+        self._divided, self._every = divided, every
+        self.divides = divided is not None
         self.late = membership.late
         self._endpoint, self._membership, self._workers, self._timeouts = endpoint, membership, workers, timeouts
         self._recorder = recorder
@@ -75,6 +89,8 @@ class ElasticMembers:
         late = {peer: here.get(peer, mine) for peer in workers if peer in here or peer == endpoint.peer}
         first = late if membership.late else {peer: here.get(peer, 0) for peer in workers}
         self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # first step; members and their incarnations
+        self._complete = [-1]  # for each of these: the newest step that counted with all who trained it
+        self._versions = [-1]  # for each of these: the version of the view
         self._begun = -1 if membership.late else 0  # the newest step that may have begun
         self._first: int | None = None if membership.late else 0  # this process's first step, once it is known
         self._agreement: asyncio.Task[None] | None = None
@@ -84,6 +100,8 @@ class ElasticMembers:
         self._viewed = asyncio.Event()
         self._groups: dict[str, Group] = {}
         self._commits: Commits | None = None
+        self.begins = 0
+        """The step with whose parameters this worker has begun."""
         self._stopped = False
         membership.on_view(self._on_view)
         if not self.late:
@@ -102,6 +120,47 @@ class ElasticMembers:
         if self.slots is None:
             self.slots = SlotPlan(list(self._plan(0)[1].items()), since=since, first=first, left=[Slot(number) for number in left])
         return self.slots
+
+    def begin_division(self, since: int = 0, first: int | None = None, left: Sequence[Span] = ()) -> None:
+        if self._divided is None or self.division is not None:
+            return
+        self.begins = since
+        start, members = self._plan(since)
+        division = Division(list(members.items()), self._divided, since=since, first=first, left=left)
+        for (step, others), complete in zip(self._plans, self._complete, strict=True):
+            if step > start:
+                division.change(step, list(others.items()), complete)
+        self.division = division
+
+    def division_from(self, step: int) -> Value:
+        if self.division is None:
+            return None
+        begun = step // self._every * self._every  # what was added up since then may be given up
+        return [self._versions[-1], self.division.to_value(max(begun, self.division.eras[0].since))]
+
+    def take_division(self, step: int, value: Value) -> None:
+        match value:
+            case [int(version), [*eras]] if self._divided is not None:
+                division = Division.from_value(eras, self._divided)
+            case _:
+                raise ProtocolError(f"{value!r:.100} does not say how samples are divided")
+        self.begins = step
+        for (since, others), complete, known in zip(self._plans, self._complete, self._versions, strict=True):
+            if known > version:
+                division.change(since, list(others.items()), complete)
+        self.division = division
+
+    def spans(self, step: int) -> tuple[Span, ...]:
+        assert self.division is not None
+        return self.division.spans(step, self._life)
+
+    def life(self, peer: PeerId, step: int) -> Life:
+        """The process of ``peer`` that trains ``step``."""
+        return peer, self._plan(step)[1][peer]
+
+    def joins(self, step: int) -> bool:
+        before = self._plan(max(0, step - 1))[1]
+        return any(before.get(peer) != process for peer, process in self._plan(step)[1].items())
 
     def there(self, peer: PeerId, step: int) -> bool:
         member = self._membership.view.members.get(peer)
@@ -262,6 +321,10 @@ class ElasticMembers:
             if self._prepare is not None:
                 step = await self._prepare(step, living)
             self._plans.append((step, living))
+            self._complete.append(decision.newest)
+            self._versions.append(decision.version)
+            if self.division is not None:
+                self.division.change(step, list(living.items()), decision.newest)
             if self._commits is not None:
                 self._commits.decide(decision)
             gone = [peer for peer in self._plans[-2][1] if peer not in living]

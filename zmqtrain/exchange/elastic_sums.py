@@ -8,7 +8,7 @@ newest step that any of them has completed, and complete nothing in the meantime
     a survivor lacks that step                    it gets the sums from one that has them: the lost worker's gradients count
     nobody has completed the step under way       its sums are computed anew from the survivors' gradients
 
-Sums are divided by the number of batches in them, so the result is the mean over the samples that were trained.
+Sums are divided by the number of samples in them, so the result is the mean over the samples that were trained.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Step:
     """The sums, being computed or complete; already divided if complete."""
     complete: set[int] = field(default_factory=set)
     attempts: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    shares: asyncio.Future[float] | None = None
-    """How many batches of one worker the sums are over."""
+    samples: asyncio.Future[int] | None = None
+    """How many samples the sums are over."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -62,11 +62,14 @@ class ElasticSums:
         group: Group,
         *,
         every: int,
+        batch: int,
         timeouts: Timeouts,
         recorder: Recorder,
     ) -> None:
-        """``group``: all workers that the run can have. ``every``: steps whose gradients are added up before they are summed."""
+        """``group``: all workers that the run can have. ``every``: steps whose gradients are added up before they are summed.
+        ``batch``: a worker's gradient is the sum over its samples, divided by this number."""
         self.group = group
+        self._batch = batch
         self._endpoint, self._members, self._every = endpoint, members, every
         self._timeouts, self._recorder = timeouts, recorder
         self._arithmetic = Arithmetic("zmqtrain-sums")
@@ -118,7 +121,7 @@ class ElasticSums:
     def hold(self) -> int:
         """Complete no step until `decide`. Returns the newest that is complete here."""
         self._holds += 1
-        return self._newest
+        return max(self._newest, self._members.begins // self._every * self._every - 1)  # also in what it has begun with
 
     def decide(self, decision: Decision) -> None:
         """All that take part have the same decision."""
@@ -153,10 +156,10 @@ class ElasticSums:
         try:
             await self._arithmetic.do(partial(work.copy_, bucket.gradients), work)
             await all_reduce(group, work, ("gradients", now.step, index), priority=index)
-            if now.shares is None:
-                now.shares = asyncio.ensure_future(self._shares(now, group))
-            shares = await asyncio.shield(now.shares)
-            await self._arithmetic.do(partial(work.scale_, 1.0 / shares), work)
+            if now.samples is None:
+                now.samples = asyncio.ensure_future(self._samples(now, group))
+            samples = await asyncio.shield(now.samples)
+            await self._arithmetic.do(partial(work.scale_, self._batch / samples), work)
         except PeerLostError as error:
             await asyncio.sleep(self._timeouts.lost_s + self._timeouts.request_s)  # a decision cancels this
             self._fail(error)
@@ -168,24 +171,31 @@ class ElasticSums:
             now.complete.add(index)
             await self._maybe_complete(now)
 
-    async def _shares(self, now: _Step, group: Group) -> float:
-        """How many batches of one worker the sum is over. A worker that joined in the middle of a window has fewer than others, and
-        only itself knows how many."""
+    async def _samples(self, now: _Step, group: Group) -> int:
+        """How many samples the sum is over. A worker that joined in the middle of a window has fewer than others, and only itself
+        knows how many."""
+        members, division = self._members, self._members.division
+        assert division is not None, "the division begins before the first step"
         if self._every == 1:
-            return float(group.size)
+            return division.samples(now.step, [members.life(peer, now.step) for peer in group.members])
+        window = filter(members.took_part, range(max(0, now.step - self._every + 1), now.step + 1))
         own = TensorPayload.empty(1, "float64")
-        own.numpy()[0] = sum(map(self._members.took_part, range(max(0, now.step - self._every + 1), now.step + 1)))
-        await all_reduce(group, own, ("shares", now.step))
-        return float(own.numpy()[0])
+        own.numpy()[0] = sum(division.samples(step, [members.life(self._endpoint.peer, step)]) for step in window)
+        await all_reduce(group, own, ("samples", now.step))
+        return int(own.numpy()[0])
 
     async def _maybe_complete(self, now: _Step) -> None:
         """If all sums of the step are there, they count, unless the members are about to decide otherwise."""
         if self._holds != self._released or now.done.is_set() or len(now.complete) < self._buckets:
             return
         self._recorder.audit("counted", step=now.step, members=list(now.members))
-        if len(now.members) != len(self._members.at(now.step)):
-            batches = len(now.members) if now.shares is None else int(now.shares.result())
-            self._recorder.event("counted", step=now.step, members=list(now.members), batches=batches)
+        assert now.samples is not None, "all sums are complete"
+        division = self._members.division
+        assert division is not None
+        usual = self._every * division.batch
+        if len(now.members) != len(self._members.at(now.step)) or now.samples.result() != usual:
+            samples = now.samples.result()
+            self._recorder.event("counted", step=now.step, members=list(now.members), samples=samples)
         await self._complete(now)
 
     async def _complete(self, now: _Step) -> None:
@@ -229,7 +239,7 @@ class ElasticSums:
     async def _take_back(self, now: _Step) -> None:
         await abandoned(_sums_of(now))
         now.attempts.clear()
-        now.shares = None
+        now.samples = None
         now.complete.clear()
 
     async def _share(self, decision: Decision, hold: int) -> bool:
@@ -267,4 +277,4 @@ class ElasticSums:
 
 def _sums_of(now: _Step) -> list[asyncio.Future[Any]]:
     """The sums of a step that have begun."""
-    return [*now.attempts.values(), *([] if now.shares is None else [now.shares])]
+    return [*now.attempts.values(), *([] if now.samples is None else [now.samples])]

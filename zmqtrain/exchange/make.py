@@ -19,7 +19,16 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
     workers = tuple(worker.peer for worker in context.placement.workers)
     elastic = context.topology.elastic and not (script and context.topology.exchange.kind == "model_server")
     if elastic and context.membership is not None:
-        return ElasticMembers(context.endpoint, context.membership, workers, context.timeouts, recorder=context.recorder)
+        exchange, groups = context.topology.exchange, context.placement.groups
+        return ElasticMembers(
+            context.endpoint,
+            context.membership,
+            workers,
+            context.timeouts,
+            recorder=context.recorder,
+            divided=groups * context.topology.compute.batch_size if exchange.kind == "allreduce" else None,
+            every=exchange.every_steps(groups),
+        )
     return FixedMembers(context.endpoint, workers, timeout_s=context.timeouts.barrier_s)
 
 

@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from zmqtrain.collectives.group import Group
+from zmqtrain.data.division import Division, Span
 from zmqtrain.data.slots import Slot, SlotPlan
 from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.wire.payload import Value
 
 T = TypeVar("T")
 
@@ -27,6 +29,10 @@ class Members(Protocol):
     """Whether this worker joins a run that has already begun."""
     slots: SlotPlan | None
     """Who trains which batches, if that depends on who was lost. Set by an exchange that knows how far the lost ones have got."""
+    divides: bool
+    """Whether all workers train in step, and divide the samples of each step anew whenever the members change: by `division`."""
+    division: Division | None
+    """Who trains which samples, once it has begun."""
 
     def at(self, step: int) -> tuple[PeerId, ...]:
         """The workers that train ``step``, by rank."""
@@ -43,6 +49,25 @@ class Members(Protocol):
     def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
         """Begin `slots`, if they have not begun: with what is left at ``since`` in a run that is resumed there, if that is not what
         follows from the step alone."""
+        ...
+
+    def begin_division(self, since: int = 0, first: int | None = None, left: Sequence[Span] = ()) -> None:
+        """Begin `division`, if this run `divides` and it has not begun: with what is left at ``since``, if that is not what follows
+        from the step alone."""
+
+    def division_from(self, step: int) -> Value:
+        """The `division` from ``step`` on, for a worker that joins; ``None`` if there is none."""
+        ...
+
+    def take_division(self, step: int, value: Value) -> None:
+        """Begin `division` with what another worker's `division_from` has returned. Raises `ProtocolError`."""
+
+    def spans(self, step: int) -> tuple[Span, ...]:
+        """What this worker trains at ``step``, if there is a `division`. May be called in any thread."""
+        ...
+
+    def joins(self, step: int) -> bool:
+        """Whether somebody takes part from ``step`` on. Only when it is known who trains it."""
         ...
 
     def there(self, peer: PeerId, step: int) -> bool:
@@ -105,6 +130,8 @@ class FixedMembers:
     survives = False
     late = False
     slots: SlotPlan | None = None
+    divides = False
+    division: Division | None = None
 
     def __init__(self, endpoint: Endpoint, members: tuple[PeerId, ...], *, timeout_s: float) -> None:
         self._endpoint, self._members, self._timeout_s = endpoint, members, timeout_s
@@ -121,6 +148,21 @@ class FixedMembers:
 
     def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
         raise AssertionError("fixed members take the batches that follow from the step")
+
+    def begin_division(self, since: int = 0, first: int | None = None, left: Sequence[Span] = ()) -> None:
+        return None
+
+    def division_from(self, step: int) -> Value:
+        return None
+
+    def take_division(self, step: int, value: Value) -> None:
+        raise AssertionError("fixed members do not join late")
+
+    def spans(self, step: int) -> tuple[Span, ...]:
+        raise AssertionError("fixed members take the samples that follow from the step")
+
+    def joins(self, step: int) -> bool:
+        return False
 
     def there(self, peer: PeerId, step: int) -> bool:
         return True

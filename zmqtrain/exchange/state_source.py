@@ -16,7 +16,7 @@ from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Payload, Value
 
 _METHOD = "exchange.state"
-_STEP, _PARAMETERS, _EXCHANGE, _BESIDE = "step", "parameters", "exchange", "beside"
+_STEP, _PARAMETERS, _EXCHANGE, _BESIDE, _LEFT = "step", "parameters", "exchange", "beside", "left"
 
 
 class StateSource:
@@ -28,11 +28,12 @@ class StateSource:
         self._has_state = asyncio.Event()
         self._ended = False
         self._process = 0
+        self._members: Members | None = None
         self.wanted: dict[PeerId, int] = {}  # who asked -> which of its processes
 
     def serve(self, members: Members) -> None:
         """Answer requests from now on. A late worker accepts them once it has a state itself (`begin`)."""
-        self._process = members.own_incarnation
+        self._process, self._members = members.own_incarnation, members
         self._endpoint.serve(_METHOD, self._note)
         if not members.late:
             self.begin()
@@ -98,8 +99,11 @@ class StateSource:
         values: Mapping[str, Value],
     ) -> None:
         send = self._endpoint.send
+        about: dict[str, Value] = {_STEP: step, _EXCHANGE: list(own), _BESIDE: dict(values)}
+        if self._members is not None:
+            about[_LEFT] = self._members.division_from(step)
         async with in_time(peer, "it to take the state that it has asked for", self._timeout_s):
-            await send(peer, (_METHOD,), pack_manifest(tensors, {_STEP: step, _EXCHANGE: list(own), _BESIDE: dict(values)}))
+            await send(peer, (_METHOD,), pack_manifest(tensors, about))
             for bucket in replica.buckets:
                 # The next step updates the parameters while they are still being sent.
                 await send(peer, (_METHOD, _PARAMETERS, bucket.index), _copied(bucket.parameters))
@@ -152,6 +156,8 @@ class NeighboursState:
         listed, about = unpack_manifest(await self._receive((_METHOD,), None))
         if about[_STEP] != self._first:
             raise ProtocolError(f"{self.source} gives the state of step {about[_STEP]}, but this worker begins with {self._first}")
+        if about.get(_LEFT) is not None:
+            self._members.take_division(self._first, about[_LEFT])
         for bucket in replica.buckets:
             await self._receive((_METHOD, _PARAMETERS, bucket.index), bucket.parameters)
         for name in about[_EXCHANGE]:

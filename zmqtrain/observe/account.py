@@ -2,8 +2,8 @@
 
 A sample *counts* if its gradient is part of the model. Where all workers stay, what they have trained counts. If workers may be
 lost, what they report says too little: a report may be lost with its sender, or be about a step that was given up. Then it is
-counted where it is decided. Model servers say how many batches count for all of the model. Without servers the members of a step
-are those of the newest view about it; of a step in which a loss was noticed, the survivors say whose gradients count.
+counted where it is decided. Model servers say how many batches count for all of the model. With all-reduce the sums of a step are
+over the usual number of samples, unless workers say otherwise. Else the members of a step are those of the newest view about it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SampleAccount:
         self._steps = 0
         self._trained = 0
         self._views: dict[int, tuple[int, int]] = {}  # version -> its first step, and the number of members
-        self._counted: dict[int, int] = {}  # step of an exchange -> the number of batches that count in it
+        self._counted: dict[int, int] = {}  # step of an exchange -> the number of samples that count in it, if it is not the usual
         self._served: dict[str, tuple[int, int]] = {}  # server -> the fewest and the most batches in one of its pieces
 
     def add(self, peer: str, event: Mapping[str, Any]) -> None:
@@ -43,12 +43,12 @@ class SampleAccount:
         elif kind == "view" and values.get("version") is not None:
             self._views[int(values["version"])] = int(event["step"]), len(values["members"])
         elif kind == "counted":
-            self._counted[int(event["step"])] = int(values["batches"])
+            self._counted[int(event["step"])] = int(values["samples"])
         elif kind == "server" and values.get("batches") is not None:
             self._served[peer] = int(values["batches"]), int(values["batches_most"])
 
     def _begin(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._first is None:  # those that come later may have more steps, of what others have left
+        if self._first is None or step < self._first:  # those that come later may have more steps, of what others have left
             self._first = step
             if isinstance(values.get("steps"), int):
                 self._planned = int(values["steps"])
@@ -64,7 +64,8 @@ class SampleAccount:
             return None
         batch, groups = compute.batch_size, compute.groups
         until = self._steps
-        whole = topology.elastic and bool(self._served) and topology.job.steps is None and topology.job.until is None
+        summed = topology.elastic and topology.exchange.kind == "allreduce"
+        whole = topology.elastic and (bool(self._served) or summed) and topology.job.steps is None and topology.job.until is None
         if whole and done and self._planned is not None:
             until = self._planned  # in whole epochs; survivors need more steps of their own for these
         elif self._planned is not None:
@@ -73,22 +74,17 @@ class SampleAccount:
         counted = self._trained
         if topology.elastic and self._served:
             counted = min(fewest for fewest, _ in self._served.values()) * batch
+        elif summed:
+            every = topology.exchange.every_steps(groups)
+            due = max(0, until - until % every - self._first) * groups * batch  # steps after the last exchange are not applied
+            usual = every * groups * batch
+            exchanges = range(self._first // every * every + every - 1, self._steps, every)
+            counted = min(due, sum(self._counted.get(step, usual) for step in exchanges))
         elif topology.elastic:
-            every = topology.exchange.every_steps(groups) if topology.exchange.kind == "allreduce" else 1
-            until -= until % every  # steps after the last exchange are not applied
-            due = max(0, until - self._first) * groups * batch
-            counted = batch * sum(
-                self._batches(last, every, groups) for last in range(until) if (last + 1) % every == 0 and last >= self._first
-            )
+            counted = batch * sum(self._members(step, groups) for step in range(self._first, until))
         lost, repeated = max(0, due - counted), max(0, counted - due)
         why = self._why(topology, lost, whole=whole, done=done) if lost else None
         return {"due": due, "counted": counted, "repeated": repeated, "lost": lost, "why": why}
-
-    def _batches(self, last: int, every: int, groups: int) -> int:
-        """How many batches count in the exchange after the step ``last``."""
-        if last in self._counted:
-            return self._counted[last]
-        return sum(self._members(step, groups) for step in range(last - every + 1, last + 1))
 
     def _members(self, step: int, groups: int) -> int:
         """How many workers train a step."""
@@ -102,6 +98,12 @@ class SampleAccount:
             return "the run ended before"
         if not topology.elastic:
             return "workers did not report them"
+        if topology.exchange.kind == "allreduce":
+            return (
+                "they were those of workers that were lost in the last steps"
+                if whole
+                else ("the run's length is a number of steps: those in which workers were lost have fewer samples")
+            )
         if self._served and not whole:
             return "the run's length is a number of steps: fewer workers train fewer samples in as many steps"
         if self._served:

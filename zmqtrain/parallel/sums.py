@@ -15,7 +15,7 @@ from zmqtrain.parallel.communicator import Fabric, Label, Pending
 from zmqtrain.parallel.shard import Shard
 
 #: Sums that are begun at the end of backward and not waited for yet: each has two copies of the gradients.
-_TOGETHER_BYTES = 32 << 20
+_TOGETHER_BYTES = 8 << 20
 
 
 class GradientSums:

@@ -110,6 +110,8 @@ class LayerShape:
     means: int = 0
     """Of how many groups of channels it needs means of each sample, which are sums over what is divided: group and instance
     norms."""
+    running: bool = False
+    """Whether it keeps running statistics of its means, which are sums over all samples."""
     adaptive: bool = False
     """Whether it pools any input to a fixed size."""
     pieces: tuple[Weights, ...] = ()

@@ -199,7 +199,10 @@ class Ours:
                 numel = samples * layer.means
                 there += self._wire(all_reduce(numel, grid.rows, self.word_bytes), placed, 2 * layer.calls)
                 back += self._wire(all_reduce(2 * numel, grid.rows, self.word_bytes), placed, layer.calls)
-            elif layer.one_row and placed.strips > 1:
+            if layer.running:
+                channels = math.ceil(layer.outputs[0] / grid.rows) if divided else layer.outputs[0]
+                there += self._wire(all_reduce(2 * channels, grid.columns, self.word_bytes), placed, layer.calls)
+            if layer.one_row and placed.strips > 1:
                 there += self._wire(all_reduce(samples * layer.numel_out, grid.rows, self.word_bytes), placed, layer.calls)
         return there, back
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.domain.make import HALO, LOCAL
-from zmqtrain.parallel.placed.pairs import pairs
+from zmqtrain.parallel.placed.pairs import pairs, transposed
 from zmqtrain.plan.layers import DIVISIBLE, INPUT, Branch, Kind, LayerShape, Meeting, Pair, Source, Weights
 
 #: Samples of the traced forward: the fewest that batch norm allows in training.
@@ -189,6 +189,7 @@ def _layer(call: _Call) -> LayerShape:
         flops=2 * matrices * positions if shape.kind in _MULTIPLIES else elementwise,
         statistics=isinstance(module, _BatchNorm),
         means=_means(module, call.inputs),
+        running=isinstance(module, _MEANS) and getattr(module, "running_mean", None) is not None,
         mixes=shape.kind not in (*DIVISIBLE, "own") and not isinstance(module, (_BatchNorm, *_MEANS, *_BY_CHANNEL)),
         **_attention(module),
     )
@@ -264,6 +265,8 @@ def _kind(module: nn.Module, weights: int) -> Kind:
             return "encoder"
     if isinstance(module, _ConvNd):
         return "conv"
+    if transposed(module):
+        return "linear"
     if isinstance(module, _NORMS):
         return "norm"
     if isinstance(module, _POOLS):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, cast
 
+from zmqtrain.data.division import Span
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.membership.chains import Chains
 from zmqtrain.merged_fc.profile_phases import worker_profile
@@ -114,6 +115,8 @@ class Auditor:
             )
         elif what == "joined":
             self._ledger.joined(peer, int(cast(int, values["step"])), str(values["source"]))
+        elif what == "divides":
+            self._ledger.takes(peer, int(cast(int, values["step"])), cast(Sequence[Span], values["spans"]))
         elif what == "counted":
             self._ledger.counted(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
         elif what == "model":

@@ -7,14 +7,16 @@ knows the run's model, whoever was lost or came back.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
+from zmqtrain.data.division import Span, length_of, merged
 from zmqtrain.merged_fc.profile_phases import worker_profile
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.device.memory import Numbers, gradient, gradient_factor, small_numel
+from zmqtrain.train.device.memory import Numbers, gradient, gradient_factor, gradient_of_samples, small_numel
 
 
 class Ledger:
@@ -26,12 +28,17 @@ class Ledger:
         self._counted: dict[int, tuple[PeerId, ...]] = {}
         self._begun: dict[int, set[PeerId]] = {}
         self._joined: dict[tuple[PeerId, int], PeerId] = {}  # a worker's first step -> whose state it began with
+        self._takes: dict[tuple[PeerId, int], Sequence[Span]] = {}  # all-reduce: worker, step -> its samples
         self._mixed: dict[int, dict[PeerId, dict[int, tuple[PeerId, ...]]]] = {}  # gossip: step -> worker -> bucket -> sources
         self._models: dict[PeerId, tuple[Mapping[str, Numbers], Sequence[PeerId]]] = {}
 
     def mixed(self, peer: PeerId, step: int, bucket: int, sources: Sequence[PeerId]) -> None:
         """In gossip: the worker's bucket has become its mean with those of ``sources``, at this step."""
         self._mixed.setdefault(step, {}).setdefault(peer, {})[bucket] = tuple(sources)
+
+    def takes(self, peer: PeerId, step: int, spans: Sequence[Span]) -> None:
+        """The worker trains these samples at a step."""
+        self._takes[peer, step] = spans
 
     def counted(self, peer: PeerId, step: int, members: Sequence[PeerId]) -> None:
         """For ``peer``, the exchange of ``step`` was over ``members``."""
@@ -77,19 +84,36 @@ class Ledger:
         if missing:
             yield f"no exchange of step {missing[0]} counts, but one of step {max(self._counted)}"
         first = {peer: [step for (joined, step) in self._joined if joined == peer] for peer in self._placement_peers()}
-        model = run.zeros()
+        model, all_spans = run.zeros(), list[Span]()
         for step, members in self._counted.items():
-            shares = [
-                (peer, each)
+            spans = [
+                span
                 for peer in members
                 for each in range(step - every + 1, step + 1)
                 if each >= max((joined for joined in first[peer] if joined <= step), default=0)
+                for span in self._takes.get((peer, each), ())
             ]
-            model -= sum((run.gradients(peer, each) for peer, each in shares), run.zeros()) / len(shares)
+            all_spans += spans
+            scale = self._topology.compute.batch_size / length_of(spans)
+            model = np.rint(model - run.gradients_of(spans) * scale)
         for peer, (values, _) in self._models.items():
             found = np.concatenate([values[name] for name in run.layers])
-            if not np.array_equal(found, np.rint(model)):
+            if not np.array_equal(found, model):
                 yield f"the run's model of {peer} is {found.tolist()}, but what counted gives {model.tolist()}"
+        yield from self._wrong_spans(all_spans, every)
+
+    def _wrong_spans(self, spans: Sequence[Span], every: int) -> Iterator[str]:
+        """Each sample counts once; but nobody trains what the last two exchanges lack, which may be under way together."""
+        spans = merged(spans)
+        for (_, stop), (start, _) in pairwise(spans):
+            if start < stop:
+                yield f"the samples from {start} up to {stop} count twice"
+        last = max(self._counted, default=0)
+        late = merged({span for (_, step), own in self._takes.items() if step >= last - every for span in own})
+        for (_, start), (stop, _) in pairwise(((0, 0), *spans)):
+            known = sum(max(0, min(stop, last) - max(start, first)) for first, last in late)
+            if start < stop and known < stop - start:
+                yield f"the samples from {start} up to {stop} count nowhere"
 
     def _placement_peers(self) -> list[PeerId]:
         return [worker.peer for worker in self._placement.workers]
@@ -165,6 +189,11 @@ class _Averaged:
     def gradients(self, peer: PeerId, step: int) -> Numbers:
         """What a worker computes at a step."""
         parts = [gradient(self._ranks[peer], step, index, numel) for index, numel in self.layers.values()]
+        return self._factor * np.concatenate(parts)
+
+    def gradients_of(self, spans: Sequence[Span]) -> Numbers:
+        """The sum of the gradients of these samples."""
+        parts = [gradient_of_samples(spans, index, numel) for index, numel in self.layers.values()]
         return self._factor * np.concatenate(parts)
 
     def combine(self, members: Sequence[PeerId]) -> None:

@@ -16,13 +16,19 @@ ASKING = "[job] elastic and restarts, and [exchange] replicas"
 def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     """Why the run cannot carry on without a lost worker, and the fields on which that depends; ``None`` if it can."""
     exchange, compute = topology.exchange, topology.compute
-    if compute.group_size > 1:
+    if topology.divided:
         return (
-            "a group cannot finish its batch without one of its workers; an elastic run needs groups of one worker",
-            (("compute", "group_size"),),
+            "a grid divides the model among workers of which none can be missing; an elastic run needs a grid of one row",
+            (("compute", "grid"),),
         )
     if exchange.kind == "allreduce":
         return _why_not_with_sums(topology)
+    if compute.group_size > 1:
+        return (
+            "a group cannot finish its batch without one of its workers, except with all-reduce; "
+            "an elastic run needs groups of one worker",
+            (("compute", "group_size"),),
+        )
     return _why_not_with_servers(topology) if exchange.kind == "model_server" else None
 
 

@@ -123,7 +123,8 @@ class Job(Section):
         description="Carry on without workers that are lost (killed, or gone with their host), and let others take their place. "
         "Default: true for groups of one worker with gossip, averaging or model servers (these without merged_fc, snapshot, parts "
         "and the sample ring; synchronous ones also without clip_norm and float16), unless their data is a stream. With all-reduce "
-        "among groups of one worker it is possible, too; their gradients then travel in messages also within a host.",
+        "it is possible, too, also among groups of several workers, unless a grid divides the model; gradients then travel in "
+        "messages also within a host.",
     )
     restarts: int = Field(
         default=0, ge=0, le=1000, description="How many times each worker of an elastic run is restarted after it was lost."

@@ -11,6 +11,8 @@ from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.data.background import Background, BackgroundThread
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.blocks import Contents, TensorContents
+from zmqtrain.data.division import Era as DivisionEra
+from zmqtrain.data.division import spans_of
 from zmqtrain.data.ledger import Promise
 from zmqtrain.data.loader import Fetch, Finish, Loader, Reader
 from zmqtrain.data.partition import Indices, Partition
@@ -30,10 +32,7 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.shares import Shares, in_step
 from zmqtrain.wire.tensor import TensorPayload
 
-_OTHER_DATA = (
-    "says what these have left to train: resume with the same data, in a run with model servers that may lose workers "
-    "([job] elastic)"
-)
+_OTHER_DATA = "says what these have left to train: resume with the same data, in a run that may lose workers ([job] elastic)"
 
 
 class Batches(Protocol):
@@ -229,6 +228,75 @@ class SlottedBatches(_Counted):
                 return
             case {"step": int(step), "first": int(first), "left": [*left]} if all(isinstance(number, int) for number in left):
                 self._members.begin_slots(step, first, left)
+            case _:
+                raise CheckpointError(f"the checkpoint holds {state!r:.100} where it {_OTHER_DATA}")
+
+    async def close(self, timeout_s: float) -> None:
+        await self._loader.close(timeout_s)
+
+
+class DividedBatches(_Counted):
+    """Implements `Batches` with `Partition` and `zmqtrain.data.division`: all workers divide the samples of each step anew whenever
+    the members change."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        source: Source,
+        partition: Partition,
+        members: Members,
+        finish: Finish,
+        thread: Background,
+        processes: Processes | None,
+    ) -> None:
+        super().__init__(partition.samples, partition.steps_per_epoch, Promise.of_dataset(source, partition, survives=True))
+        self._partition, self._members = partition, members
+        self._era: DivisionEra | None = None
+        self._next = 0
+        self._loader = Loader(
+            Fetch(reader_of(source), finish),
+            lambda step: partition.of_spans(members.spans(step)),
+            (context.topology.job.seed, same_samples(context)),
+            thread,
+            processes=processes,
+            epoch_steps=partition.steps_per_epoch,
+        )
+
+    def epoch(self, step: int) -> int:
+        spans = self._members.spans(step)
+        return spans[0][0] // (self._steps * self._partition.step_samples)
+
+    async def batch(self, step: int, *, ahead: bool) -> Batch:
+        division = self._members.division
+        assert division is not None
+        era = division.at(step)
+        if self._era is not None and era is not self._era:
+            await self._loader.start_again()
+        self._era = era
+        return await self._loader.batch(step, ahead=ahead)
+
+    def group_samples(self, step: int) -> float | None:
+        return None
+
+    def used(self, step: int) -> None:
+        self._next = step + 1
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What is left to train; ``None`` as long as that follows from the step."""
+        division, step = self._members.division, self._next
+        if division is None:
+            return None
+        left, first = division.rest(step)
+        if not left and first == step * division.batch:
+            return None
+        return {"step": step, "first": first, "left": [list(span) for span in left]}
+
+    def load_state_dict(self, state: object) -> None:
+        match state:
+            case None:
+                return
+            case {"step": int(step), "first": int(first), "left": [*left]}:
+                self._members.begin_division(step, first, spans_of(left, CheckpointError))
             case _:
                 raise CheckpointError(f"the checkpoint holds {state!r:.100} where it {_OTHER_DATA}")
 
@@ -434,6 +502,8 @@ def make_batches(
         return RingBatches(context, source, partition.samples, members, finish, thread)
     if members.survives and context.topology.exchange.kind == "model_server":
         return SlottedBatches(context, source, partition, members, finish, thread, processes)
+    if members.divides:
+        return DividedBatches(context, source, partition, members, finish, thread, processes)
     return OrderedBatches(context, source, partition, shares, finish, thread, processes)
 
 

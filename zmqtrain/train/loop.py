@@ -89,6 +89,8 @@ class TrainLoop:
         work, exchange, job, stop_point = self.work, self.exchange, self._job, self._part.stop_point
         members = self._members
         restored = None if members.late else await work.restore(self._endpoint, exchange)
+        if not members.late:
+            members.begin_division(restored or 0)
         work.connect(exchange.bucket_ready)
         self.step = first = await self._part.start(restored=restored)
         if restored is None:
@@ -99,10 +101,15 @@ class TrainLoop:
             members.slots.steps = job.steps if job.until is None else job.until.max_steps
             if members.slots.steps is None and job.until is None and work.steps_per_epoch is not None:
                 members.slots.total = (job.epochs or 1) * work.steps_per_epoch * self._context.placement.groups
+        if members.division is not None:
+            members.division.steps = job.steps if job.until is None else job.until.max_steps
+            if members.division.steps is None and job.until is None and work.steps_per_epoch is not None:
+                members.division.total = (job.epochs or 1) * work.steps_per_epoch * members.division.batch
         self._recorder.event("start", step=first, steps=self._steps(), restored=restored is not None, **work.describe())
         announce(self._context, work.shares, first)
         elastic = self._part.served_elastically
-        stop_point.open(first, self._steps() if not elastic or job.steps is not None else None)
+        known = job.steps is not None or not (elastic or members.divides)  # otherwise losses may make it later
+        stop_point.open(first, self._steps() if known else None)
         outcome = await self._train(first)
         while outcome is Outcome.DONE and elastic and await self._part.all_trained(self._more) is None:
             outcome = await self._train(first)  # others may have left something to train
@@ -121,6 +128,8 @@ class TrainLoop:
             if steps is not None and self.step >= steps:
                 return Outcome.DONE
             ended = not await work.more(self.step)
+            if ended and members.slots is not None:
+                members.slots.steps = self.step  # the length of a stream is known only now
             if ended and await stop_point.end():
                 return Outcome.DONE
             here = await stop_point.here(self.step)
@@ -261,6 +270,8 @@ class TrainLoop:
             raise UsageError("[job] until needs an evaluation: give the task eval_data")
         if self._members.slots is not None:
             return self._members.slots.end
+        if self._members.division is not None:
+            return self._members.division.end
         if job.until is not None:
             return job.until.max_steps
         if job.steps is not None:
@@ -274,6 +285,8 @@ class TrainLoop:
         start = loop.time()
         self.phase = Phase.COMPUTING
         self._recorder.audit("begin_step", step=step)
+        if self._members.divides:
+            self._recorder.audit("divides", step=step, spans=self._members.spans(step))
         self.exchange.begin_step(step)
         epoch = self.work.epoch(step)
         result = await self.work.train_step(step, ahead=not last, hand_over=self.exchange.exchanges(step))
@@ -285,7 +298,11 @@ class TrainLoop:
             await self.exchange.end_step()
         self.phase = Phase.BETWEEN
         self.step += 1
-        self._samples += len(self._members.at(step)) // self._context.placement.group_size * self._job_batch
+        members = self._members
+        if members.division is not None:
+            self._samples += members.division.size(step)
+        else:
+            self._samples += len(members.at(step)) // self._context.placement.group_size * self._job_batch
         lr = self.work.lr
         self.work.after_step()
         if self._rebalance is not None:

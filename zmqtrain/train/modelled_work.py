@@ -12,6 +12,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier, broadcast
 from zmqtrain.data.background import AtOnce
 from zmqtrain.data.blocks import PhantomContents
+from zmqtrain.data.division import length_of
 from zmqtrain.data.partition import Partition
 from zmqtrain.data.ring_loader import RingLoader
 from zmqtrain.events import EventValue
@@ -68,6 +69,8 @@ class ModelledWork:
             self._ring = ring_loader(context, self._profile.samples, members, contents, AtOnce())
         if isinstance(self._memory, SmallMemory) and members.survives and topology.exchange.kind == "model_server":
             self._memory.place = self._place
+        if isinstance(self._memory, SmallMemory) and members.divides:
+            self._memory.spans = members.spans
         self._update_s = 0.0
         self._steps = 0
         self._loading_s = topology.network.loading().get(role.host, 0.0)
@@ -100,6 +103,8 @@ class ModelledWork:
         return self._members.slots is None or self._members.slot(step) is not None
 
     def epoch(self, step: int) -> int:
+        if self._members.divides:
+            return self._members.spans(step)[0][0] // (self.steps_per_epoch * self._partition.step_samples)
         of = step if self._members.slots is None else self._place(step)[1]
         return of // self.steps_per_epoch
 
@@ -136,12 +141,19 @@ class ModelledWork:
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
         data_s = await self._load()
-        samples = self.shares.samples(step) if self._ring is None else len((await self._ring.block(step)).ids)
+        samples = await self._samples(step)
         result = replace(await self._replica.step(step, samples, hand_over=hand_over), data_s=data_s)
         if self._ring is not None:
             self._ring.used(step)
         self._steps = step + 1
         return result
+
+    async def _samples(self, step: int) -> int:
+        if self._ring is not None:
+            return len((await self._ring.block(step)).ids)
+        if not self._members.divides:
+            return self.shares.samples(step)
+        return length_of(self._members.spans(step))
 
     async def _load(self) -> float:
         """Wait for the batch, which was loaded during the previous step. Returns how long."""

@@ -30,7 +30,7 @@ from zmqtrain.train.task import Measure, Task, build_model, build_optimizer, use
 #: Samples of each column, at least: batch norm needs more than one.
 SAMPLES = 2
 #: Freed blocks of this size and more, as weights in double precision are, are not kept: training does not need their like again.
-_RETURNED_BYTES = 2 << 20
+_RETURNED_BYTES = 1 << 18
 
 
 class NotComparable(UsageError):

@@ -49,15 +49,15 @@ def images(samples: int) -> Tensor:
     [
         *[("groups", plan, grid) for plan, grid in (("model", "2x2"), ("domain", "3x1"), ("both", "4x1"))],
         *[("one group", plan, grid) for plan, grid in (("model", "3x1"), ("width", "2x2"))],
-        *[("instances", plan, grid) for plan, grid in (("domain", "2x2"), ("both", "4x1"))],
+        *[("instances", plan, grid) for plan, grid in (("domain", "2x2"), ("both", "4x1"), ("model", "2x2"))],
     ],
 )
 def test_divided_norms_are_the_norms(norm: str, plan: str, grid: str) -> None:
     compare(lambda: network(norm).double(), Training(images(5)), plan, grid)
 
 
-@pytest.mark.parametrize("norm", ["groups", "one group", "instances alone"])
-@pytest.mark.parametrize("how", ["model 4x1", "domain 4x1", "domain 2x2"])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("how", ["model 4x1", "model 2x2", "domain 4x1", "domain 2x2", "batch 1x4"])
 def test_a_few_numbers_of_each_sample_travel_as_they_are_priced(norm: str, how: str) -> None:
     choice, grid = how.split()[0], Grid.parse(how.split()[1])
     ways = {"0": choice, "3": choice, "6": "model"}

@@ -99,6 +99,26 @@ def test_four_by_four_strips_send_what_is_predicted() -> None:
             assert (sent.messages[label], sent.nbytes[label]) == (traffic[phase][rank].messages, traffic[phase][rank].nbytes)
 
 
+@pytest.mark.parametrize(("strips", "senders"), [("height", {0, 3}), ("2x2", {0, 1, 2, 3})])
+def test_circular_padding_sends_the_ends_of_images_alone(strips: str, senders: set[int]) -> None:
+    """And not whole images: three rows from each end to the other."""
+
+    def run(fabric: ThreadFabric) -> dict[str, str]:
+        convolutions = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 3, 7, padding=3, padding_mode="circular")
+        plan = Plan(tuple(LayerPlan(str(number), "domain", Grid(4, 1), strips) for number in range(2)))
+        model = parallelize(nn.Sequential(*convolutions).double(), Grid(4, 1), plan, fabric=fabric, strict=True)
+        model.batch.size = BATCH
+        model(images(16, 8)).sum().backward()
+        return dict(model.left_whole)
+
+    left_whole, world = run_ranks(4, run)
+    assert not any(left_whole)
+    found = [{phase: sent.nbytes[Label("1", "redistribute", phase)] for phase in ("forward", "backward")} for sent in world.traffic]
+    assert {rank for rank, each in enumerate(found) if any(each.values())} == senders
+    places = 2 * 3 * 14 if strips == "height" else 2 * 3 * 14 + 2 * 3 * 16  # rows are as wide as the width has been padded
+    assert sum(each["forward"] for each in found) == sum(each["backward"] for each in found) == places * BATCH * 2 * 8
+
+
 def test_what_strips_mean() -> None:
     assert Strips.parse("height", 6) == Strips(6, 1)
     assert Strips.parse("width", 6) == Strips(1, 6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
@@ -28,9 +28,12 @@ from zmqtrain.parallel.placement import Divisions
 from zmqtrain.parallel.plan import Choice, LayerPlan, Plan, Strips
 from zmqtrain.parallel.shard import Shard, one_range
 
-AnyBatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+#: Norms with weights of each channel, which lie as channels do.
+ChannelNorm = (
+    nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d | nn.GroupNorm
+)
 #: Layers whose weights are whole wherever their inputs are: it is nothing to tell people.
-_ANYWHERE = (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.PReLU, nn.RMSNorm)
+_ANYWHERE = (nn.LayerNorm, nn.PReLU, nn.RMSNorm, *get_args(ChannelNorm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class _Assigning:
                 if self._strict:
                     raise
                 self._found.left_whole[name] = str(error)
-            if not shards and not isinstance(module, AnyBatchNorm):
+            if not shards and not isinstance(module, ChannelNorm):
                 own = Assigned("whole", own.grid)
         # Parameters of a module of a person's own are whole, and what they meet stays divided.
         known = type(module) in HALO or isinstance(module, _ANYWHERE) or not type(module).__module__.startswith("torch.nn")
@@ -176,7 +179,7 @@ class _Assigning:
         rank = self._fabric.rank
         everyone = tuple(range(own.grid.size))
         # What a norm meets may lie in strips or by channels. In a part that the plan has whole it is the same on all rows.
-        norm = isinstance(module, AnyBatchNorm) and not shards and (own.choice != "whole" or self._is_whole(name))
+        norm = isinstance(module, ChannelNorm) and not shards and (own.choice != "whole" or self._is_whole(name))
         for each, tensor in self._tensors(module):
             ranks = everyone if own.apart or norm else own.grid.row(rank)
             shard = shards.get(each) or Shard(name, tuple(tensor.shape), own.grid.column(rank), ranks)
@@ -184,8 +187,8 @@ class _Assigning:
 
     def _shards(self, module: nn.Module, name: str, own: Assigned) -> Mapping[str, Shard]:
         """How a layer's own parameters are divided over the rows. Raises `UsageError` where they cannot be."""
-        if isinstance(module, AnyBatchNorm):
-            return self._batch_norm(module, name, own)
+        if isinstance(module, ChannelNorm):
+            return self._channel_norm(module, name, own)
         if not _has_parameters(module) or isinstance(module, _ANYWHERE):
             return {}
         parent = name.rpartition(".")[0]
@@ -206,8 +209,9 @@ class _Assigning:
             )
         if any(hooked(parameter) for parameter in module.parameters(recurse=False)):
             raise UsageError("hooks of yours wait for the gradients of its parameters, and would see parts of them")
-        if transposed(module):
-            return self._transposed(module, name, own)
+        packed = name in self._pairs and self._pairs[name].packs > 1 and self._paired(name, own) is not None
+        if transposed(module) or packed:
+            return self._by_columns(module, name, own)
         made = self._made(module, name, own)
         if isinstance(made, Linear | Convolution) and not (isinstance(made, Linear) and made.input_divided):
             self._channels = own, made.divisions
@@ -242,17 +246,22 @@ class _Assigning:
         """How a layer of a pair is divided; ``None`` for any other."""
         return self._pairs[name].divisions(own.grid.rows) if name in self._pairs else None
 
-    def _transposed(self, module: nn.Module, name: str, own: Assigned) -> Mapping[str, Shard]:
-        """A linear layer with a weight of (inputs, outputs). Its own forward computes it."""
+    def _by_columns(self, module: nn.Module, name: str, own: Assigned) -> Mapping[str, Shard]:
+        """A linear layer with a weight of (inputs, outputs), which its own forward computes, or one that makes several activations,
+        of which each is divided."""
         divisions, by_inputs = self._paired(name, own), name in self._pairs and self._pairs[name].by == "inputs"
         if divisions is None:
             shape = sizes(module)
             assert shape is not None
             divisions, by_inputs = Site(name, own.grid, self._fabric).divide(shape[1], "outputs"), False
         rank, grid, pieces, found = self._fabric.rank, own.grid, one_range(divisions), {}
+        packs, outputs = self._pairs[name].packs if name in self._pairs else 1, int(transposed(module))
+        if packs > 1:
+            width = divisions[-1][1]
+            pieces = tuple(tuple((start + n * width, stop + n * width) for n in range(packs)) for start, stop in divisions)
         for each, tensor in self._tensors(module):
             whole = Shard(name, tuple(tensor.shape), grid.column(rank), grid.row(rank))
-            dimension = tensor.dim() - 2 if by_inputs else tensor.dim() - 1  # of a bias: none by inputs
+            dimension = tensor.dim() - 2 if by_inputs else min(outputs, tensor.dim() - 1)  # of a bias: none by inputs
             found[each] = whole if dimension < 0 else replace(whole, dimension=dimension, pieces=pieces)
         return found
 
@@ -264,12 +273,12 @@ class _Assigning:
             return
         self._fixed[f"{name}.linear2"] = ("inputs", divisions)
 
-    def _batch_norm(self, module: nn.Module, name: str, own: Assigned) -> Mapping[str, Shard]:
+    def _channel_norm(self, module: ChannelNorm, name: str, own: Assigned) -> Mapping[str, Shard]:
         """As the layer before it leaves its channels, if they are as many: a guess, which costs a message where it is wrong."""
         if self._channels is None or self._channels[0] != own:
             return {}
         divisions = self._channels[1]
-        if divisions[-1][1] != module.num_features:
+        if divisions[-1][1] != (module.num_channels if isinstance(module, nn.GroupNorm) else module.num_features):
             return {}
         rank, grid = self._fabric.rank, own.grid
         shared = {

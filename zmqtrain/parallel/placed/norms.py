@@ -56,6 +56,7 @@ def batch_norm(
     lend(layer, weight=parts[0], bias=parts[1])
     layer._buffers.update(running_mean=statistics[0].part, running_var=statistics[1].part)
     found = layer(x)
+    lend(layer, weight=None, bias=None)  # computed tensors, through which the layer would keep its model alive
     for each in statistics:
         each.keep()
     return from_local(found, place, input.shape, world)
@@ -96,13 +97,12 @@ def instance_norm(
         return NotImplemented
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    tracked = running_mean is not None or running_var is not None
+    count = math.prod(input.shape[2:])
     if _by_statistics(input) and not _only_channels(input.placement):
-        found, *means = _normalized(input, input.shape[1], weight, bias, eps)
-        count = math.prod(input.shape[2:])
-        with torch.no_grad():
-            for running, each, times in ((running_mean, means[0], 1.0), (running_var, means[1], count / max(count - 1, 1))):
-                if running is not None:
-                    running.mul_(1 - momentum).add_(each.mean(0) * (times * momentum))
+        found, mean, variance = _normalized(input, input.shape[1], weight, bias, eps)
+        if tracked:
+            _track(running_mean, running_var, mean, variance, momentum, count / max(count - 1, 1))
         return found
     world, place = input.world, _by_channels(changed(input.placement, summands="none"))
     if place.sample_dimension not in (None, 0):
@@ -112,14 +112,40 @@ def instance_norm(
     given = at_least_one(x, place.sample_dimension)
     own = functional.instance_norm(given, None, None, parts[0], parts[1], True, momentum, eps)
     found = from_local(own.narrow(0, 0, x.shape[0]), place, input.shape, world)
-    with torch.no_grad():
-        values = world.placed(x.detach(), place, input.shape)
-        inner = tuple(range(2, input.dim()))
-        if running_mean is not None:
-            running_mean.mul_(1 - momentum).add_(values.mean(inner).mean(0) * momentum)
-        if running_var is not None:
-            running_var.mul_(1 - momentum).add_(values.var(inner).mean(0) * momentum)
+    if tracked:
+        with torch.no_grad():
+            moments = torch.var_mean(x, tuple(range(2, input.dim())))
+        variance, mean = (world.placed(each, place, input.shape[:2]) for each in moments)
+        _track(running_mean, running_var, mean, variance, momentum)
     return found
+
+
+def _track(
+    running_mean: Tensor | None, running_var: Tensor | None, mean: Placed, variance: Placed, momentum: float, times: float = 1.0
+) -> None:
+    """Let running statistics follow those of samples and channels, (samples, channels) each. Both travel in one message.
+
+    ``times``: what the variance is to be multiplied by.
+    """
+    world, place = mean.world, mean.placement
+    with torch.no_grad():
+        both = torch.stack([mean.local.sum(0), variance.local.sum(0) * times], 1) / mean.shape[0]
+        there = laid(place.grid, sample_dimension=None)
+        if place.divided == 1:
+            there = changed(there, divided=0, divisions=place.divisions)
+        over: Summands = "none" if place.sample_dimension is None else "all" if place.samples == "all" else "row"
+        sums = world.placed(both, changed(there, summands=over), (mean.shape[1], 2))
+        label = world.label("statistics", "forward")
+        of_batch = world.placed(world.relaid(sums, there, label), there, (mean.shape[1], 2))
+        parts: dict[Placement, Tensor] = {}
+        for number, running in enumerate((running_mean, running_var)):
+            if running is None:
+                continue
+            held = running.placement if isinstance(running, Placed) else world.whole_of(place.grid)
+            if held not in parts:
+                parts[held] = world.relaid(of_batch, held, label) * momentum
+            each = parts[held][:, number]
+            running.mul_(1 - momentum).add_(world.placed(each, held, (mean.shape[1],)) if isinstance(running, Placed) else each)
 
 
 @function(functional.group_norm, both=True)
@@ -154,7 +180,7 @@ def _only_channels(place: Placement) -> bool:
 
 def _normalized(
     input: Placed, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Placed, Placed]:
     """The norm of parts of channels or of places, which stay as they are: sums of each sample and group travel, twice in forward
     and once in backward. Returns means and variances of (samples, groups), too."""
     world, place = input.world, input.placement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,12 @@ from zmqtrain.parallel.domain.layer import Across
 from zmqtrain.parallel.domain.make import domain_layer
 from zmqtrain.parallel.domain.padding import Pad
 from zmqtrain.parallel.domain.upsample import Resize
-from zmqtrain.parallel.geometry import even
+from zmqtrain.parallel.geometry import even, length, overlap
 from zmqtrain.parallel.placed.functions import function
 from zmqtrain.parallel.placed.layers import helper, lend
 from zmqtrain.parallel.placed.parameters import Use, use_of
 from zmqtrain.parallel.placed.tensor import Placed, World, contributed, from_local, to_local
-from zmqtrain.parallel.placement import Placement, changed, laid, settled
+from zmqtrain.parallel.placement import Divisions, Placement, Range, changed, laid, settled
 
 _CONVOLUTIONS: dict[int, type[nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSED: dict[int, type[nn.Module]] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -281,7 +282,7 @@ def padded(input: Tensor, pad: Sequence[int], mode: str = "constant", value: flo
 
 
 def _circular(input: Tensor, pad: Sequence[int]) -> Any:
-    """Around: by pieces of the image, for torch writes them into a tensor without samples."""
+    """Around: each end of the image goes to the process that has the other one."""
     if not isinstance(input, Placed) or any(each < 0 for each in pad):
         return NotImplemented
     if len(pad) != 2 * (input.dim() - 2) or any(
@@ -290,8 +291,39 @@ def _circular(input: Tensor, pad: Sequence[int]) -> Any:
         return NotImplemented
     found: Tensor = input
     for number in range(len(pad) // 2):
-        dimension, (before, after) = found.dim() - 1 - number, pad[2 * number : 2 * number + 2]
-        size = found.shape[dimension]
-        ends = [found.narrow(dimension, size - before, before), found, found.narrow(dimension, 0, after)]
-        found = torch.cat([each for each in ends if each.shape[dimension]], dimension)
+        found = _around(found, found.dim() - 1 - number, pad[2 * number], pad[2 * number + 1])
     return found
+
+
+def _around(input: Tensor, dimension: int, before: int, after: int) -> Tensor:
+    """With its last rows once more before the first ones, and these after the last, along one dimension."""
+    size = input.shape[dimension]
+    place = _strip_of(input)
+    if place is None or dimension not in (place.divided, place.across):
+        ends = [input.narrow(dimension, size - before, before), input, input.narrow(dimension, 0, after)]
+        return torch.cat([each for each in ends if each.shape[dimension]], dimension)
+    assert isinstance(input, Placed)
+    which = "divisions" if dimension == place.divided else "across_divisions"
+    world, division = input.world, getattr(place, which)
+    own = place.ranges(place.grid.place(world.rank)[0])[dimension]
+    part = to_local(input, place, world)
+
+    def moved(rows: Range, there: Divisions) -> Tensor:
+        """Some rows of the image, on the processes that ``there`` gives them to."""
+        held = [overlap(each, rows) for each in division]
+        cuts = [0, *itertools.accumulate(length(each) for each in held)]
+        source = changed(place, **{which: tuple(itertools.pairwise(cuts))})
+        first, last = overlap(own, rows)
+        shape = [length(rows) if each == dimension else most for each, most in enumerate(input.shape)]
+        cut = part.narrow(dimension, first - own[0] if first < last else 0, last - first)
+        return to_local(from_local(cut, source, shape, world), changed(place, **{which: there}), world)
+
+    others = len(division) - 1
+    parts = [part]
+    if before:
+        parts.insert(0, moved((size - before, size), ((0, before), *[(before, before)] * others)))
+    if after:
+        parts.append(moved((0, after), (*[(0, 0)] * others, (0, after))))
+    cuts = [0, *(stop + before for _, stop in division[:-1]), size + before + after]
+    shape = [cuts[-1] if each == dimension else most for each, most in enumerate(input.shape)]
+    return from_local(torch.cat(parts, dimension), changed(place, **{which: tuple(itertools.pairwise(cuts))}), shape, world)

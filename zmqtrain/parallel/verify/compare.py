@@ -29,6 +29,7 @@ from zmqtrain.parallel.verify.case import (
     without_own_dropout,
 )
 from zmqtrain.parallel.verify.reference import Needs, Wanted, own_change, tensors_of, updated, wanted
+from zmqtrain.parallel.verify.sketch import sketch
 from zmqtrain.parallel.verify.tolerance import TIMES_OWN_CHANGE, distance, is_rounding, largest
 from zmqtrain.parallel.verify.watch import Watch, block_of, watching
 
@@ -49,7 +50,8 @@ class _Comparison:
         case, phase = self._case, self._case.phase
         divided = case.divide()
         without_own_dropout(divided._inner[0])
-        expected = wanted(case, self._batch, self._fabric, Needs.of_model(divided), self._watch)
+        needs = Needs.of_model(divided)
+        expected = wanted(case, self._batch, self._fabric, needs, self._watch)
         if case.dtype is torch.float64:
             _to_double(divided)
         with watching(self._watch, divided, phase):
@@ -61,7 +63,7 @@ class _Comparison:
             self._forward(divided, expected, "evaluation", "later")
         self._buffers(divided, expected, "evaluation", "later")
         if case.optimizer is not None:
-            self._updates(divided, expected)
+            self._updates(divided, expected, needs)
         self._decide()
         return self._found
 
@@ -124,7 +126,7 @@ class _Comparison:
                     self._compared(phase, "gradient", name, float("inf"), 0.0, order)
                 continue
             of = expected.largest["gradient", name]
-            self._compared(phase, "gradient", name, distance(found, part), of, order, floor=most)
+            self._compared(phase, "gradient", name, distance(sketch(found), part), of, order, floor=most)
 
     def _buffers(self, divided: ParallelModel, expected: Wanted, phase: Phase, when: When) -> None:
         parts, found = expected.buffers[when], dict(divided.named_buffers())
@@ -135,7 +137,7 @@ class _Comparison:
             of = max(expected.largest.get(("buffer", name), 0.0), largest(parts[name]))
             self._compared(phase, "buffer", name, distance(found[name], parts[name]), of, number)
 
-    def _updates(self, divided: ParallelModel, expected: Wanted) -> None:
+    def _updates(self, divided: ParallelModel, expected: Wanted, needs: Needs) -> None:
         """The same gradients on both sides, so that all that differs is the optimizer's: where one's sign decides, noise would."""
         if not expected.updates:
             return
@@ -144,10 +146,11 @@ class _Comparison:
         exact = self._case.dtype is torch.float64
         for number, name in enumerate(list(expected.updates)):
             update, parameter = expected.updates.pop(name), parameters[name]
-            updated(optimizer, parameter, update.gradient.to(parameter.device, parameter.dtype))
+            gradient = needs.parameters[name].pattern(update.seed)
+            updated(optimizer, parameter, gradient.to(parameter.device, parameter.dtype))
             if not parameter.requires_grad or not parameter.numel():
                 continue
-            by, rounding = distance(parameter, update.after), update.largest * (1e-14 if exact else 1e-6)
+            by, rounding = distance(sketch(parameter), update.after), update.largest * (1e-14 if exact else 1e-6)
             if not by <= (1e-6 if exact else 1e-3) * update.step + rounding:
                 self._found.differences.append(Difference("training", "update", name, by, update.step, number))
 

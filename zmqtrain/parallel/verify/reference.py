@@ -33,6 +33,7 @@ from zmqtrain.parallel.verify.case import (
 )
 from zmqtrain.parallel.verify.line import Line
 from zmqtrain.parallel.verify.ordinary import drawing_alike
+from zmqtrain.parallel.verify.sketch import pattern, sketch
 from zmqtrain.parallel.verify.tolerance import distance, largest
 from zmqtrain.parallel.verify.watch import Watch, watching
 
@@ -49,6 +50,10 @@ class Part:
     """Of the whole."""
     dimension: int | None
     ranges: tuple[Range, ...]
+
+    def pattern(self, seed: int) -> Tensor:
+        """This part of the tensor that `zmqtrain.parallel.verify.sketch.pattern` gives."""
+        return pattern(self.shape, seed, self.dimension, self.ranges)
 
     def of(self, whole: Tensor) -> Tensor:
         """This part of a tensor; all of one of another shape."""
@@ -108,8 +113,10 @@ class Needs:
 class Update:
     """What the optimizer makes of a parameter."""
 
-    gradient: Tensor
+    seed: int
+    """Of the gradient (`pattern`)."""
     after: Tensor
+    """`sketch` of the part."""
     largest: float
     """Element of the whole, before."""
     step: float
@@ -126,6 +133,7 @@ class Wanted:
     order: Mapping[str, int] = field(default_factory=dict)
     """Of modules: the number of the first call."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    """`sketch` of each part."""
     buffers: dict[When, dict[str, Tensor]] = field(default_factory=dict)
     updates: dict[str, Update] = field(default_factory=dict)
     """One for each kind of parameter that is divided."""
@@ -149,9 +157,8 @@ class Wanted:
             self.buffers[when] = {name: part for (name, _), part in zip(names, tensors, strict=True)}
             self.largest |= {("buffer", name): of for name, of in names if when == "first"}
         else:
-            name, of, step = about
-            gradient, after = tensors
-            self.updates[name] = Update(gradient, after, of, step)
+            name, of, step, seed = about
+            self.updates[name] = Update(seed, tensors[0], of, step)
 
 
 def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, watch: Watch | None) -> Wanted:
@@ -247,7 +254,7 @@ class _Serving:
         found, self._gradients = self._gradients, []
         if found:
             about = [(name, largest(whole)) for name, whole in found]
-            self.tell("gradients", about, lambda needs: [needs.parameters[name].of(whole) for name, whole in found])
+            self.tell("gradients", about, lambda needs: [sketch(needs.parameters[name].of(whole)) for name, whole in found])
 
     def buffers(self, model: nn.Module, when: When) -> None:
         """All of a model's, as they are now."""
@@ -301,27 +308,26 @@ class _Ordinary:
         parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
 
     def _updates(self, model: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
-        """What the optimizer makes of one parameter of each kind: of a shape, divided in the same way, in the same of its groups.
+        """What the optimizer makes of a small and of a large parameter of each kind: of as many dimensions, divided along the same
+        one, in the same of its groups. An optimizer may treat large ones in another way than small ones.
 
         One after another, whose state is thrown away at once: an optimizer's state of a model is larger than the model. What is not
         divided is updated alike everywhere."""
         assert self._case.optimizer is not None
         optimizer, needs = self._case.optimizer(model), self._serving.all_needs
         group = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
-        kinds: set[Any] = set()
+        kinds: dict[Any, list[nn.Parameter]] = {}
         for parameter, name in names.items():
-            parts = tuple(each.parameters[name] for each in needs)
-            kind = group.get(id(parameter)), parameter.dtype, parts
-            if kind in kinds or name not in self._reached or all(each.dimension is None for each in parts):
-                continue
-            kinds.add(kind)
-            generator = torch.Generator().manual_seed(len(kinds))
-            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).mul_(0.01)
-            gradient, before = gradient.to(parameter.device, parameter.dtype), parameter.detach().clone()
-            updated(optimizer, parameter, gradient)
+            divided = tuple(each.parameters[name].dimension for each in needs)
+            if name in self._reached and any(each is not None for each in divided):
+                kinds.setdefault((group.get(id(parameter)), parameter.dtype, parameter.dim(), divided), []).append(parameter)
+        chosen = {end(each, key=nn.Parameter.numel): None for each in kinds.values() for end in (min, max)}
+        for seed, parameter in enumerate(chosen):
+            name, before = names[parameter], parameter.detach().clone()
+            updated(optimizer, parameter, pattern(parameter.shape, seed).to(parameter.device, parameter.dtype))
             after = parameter.detach()
-            about = [name, largest(after), largest(after - before)]
-            self._serving.tell("update", about, lambda each: [each.parameters[name].of(whole) for whole in (gradient, after)])  # noqa: B023
+            about = [name, largest(after), largest(after - before), seed]
+            self._serving.tell("update", about, lambda each: [sketch(each.parameters[name].of(after))])  # noqa: B023
 
 
 def updated(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -381,7 +387,7 @@ def _own_change(case: Case, batch: Batch) -> OwnChange:
                 given = _perturb(model, batch)
             outcome = forward(case, model, given, case.phase, backward=True)
             numbers: dict[tuple[What, str], Tensor] = {
-                ("gradient", name): each.grad for name, each in model.named_parameters() if each.grad is not None
+                ("gradient", name): sketch(each.grad) for name, each in model.named_parameters() if each.grad is not None
             }
             numbers |= {("buffer", name): each for name, each in model.named_buffers()}
             with torch.no_grad():

@@ -58,8 +58,9 @@ def verify(
     """Compare a divided model with the ordinary one, on a small batch. All processes of the grid call it, with equal arguments.
 
     In training: the outputs, the loss, every gradient and every buffer; in evaluation afterwards, with other weights: the outputs
-    and buffers; and two steps of the optimizer with one parameter of each shape, way to be divided and parameter group. In double
-    precision where the model can. Nothing that is given changes. Dropout within torch's own attention and recurrent layers is left
+    and buffers; and two steps of the optimizer with the smallest and the largest parameter of each parameter group and way to be
+    divided. Of large gradients and updates a random combination of each row's elements is compared. In double precision where the
+    model can. Nothing that is given changes. Dropout within torch's own attention and recurrent layers is left
     out of it. Rank 0 runs the ordinary model, and needs the memory of one in double precision, without its gradients.
 
     Args:

@@ -59,7 +59,7 @@ _LARGEST_HEADER = 100 << 20
 Listed = Sequence[tuple[str, str, tuple[int, ...]]]
 
 #: The exchanges whose runs continue without lost workers.
-_ELASTIC = ("gossip", "averaging", "model_server")
+_ELASTIC_ALONE = ("gossip", "averaging", "model_server")
 
 
 class PartWriter:
@@ -176,10 +176,10 @@ class Checkpoint:
                     f"{self.folder} was written with {_SETTINGS[name]} = {mine!r}, but this run has {getattr(shape, name)!r}: "
                     "restore the old value, or start without --resume"
                 )
-        if self._workers is not None and (shape.kind not in _ELASTIC or shape.group_size > 1):
+        if self._workers is not None and shape.kind in _ELASTIC_ALONE and shape.group_size > 1:
             raise CheckpointError(
-                f"{self.folder} lacks the parts of lost workers, and only gossip, averaging and model servers with groups of one "
-                "worker can continue from that: use an earlier checkpoint"
+                f"{self.folder} lacks the parts of lost workers, and only all-reduce, or groups of one worker, can continue from "
+                "that: use an earlier checkpoint"
             )
         for part in self.shape.parts(self._workers):
             self._require_part(part)
@@ -197,6 +197,8 @@ class Checkpoint:
         """The rank of the worker whose part replaces ``part``, if its own worker was lost; ``None`` if the part exists."""
         kind, _, number = part.partition("-")
         if self._workers is None or kind not in ("worker", "group") or int(number) in self._workers:
+            return None
+        if kind == "group" and self.shape.kind == "allreduce":  # of all, kept by the first that was there
             return None
         return max((rank for rank in self._workers if rank < int(number)), default=max(self._workers))
 
@@ -355,6 +357,11 @@ class _File:
     def abandon(self) -> None:
         with suppress(OSError):  # on a full disk, closing may fail again
             self._file.close()
+
+
+def can_hold(dtype: str) -> bool:
+    """Whether tensors of the type of this name can be sent and kept."""
+    return dtype in _WIRE.values()
 
 
 def _header(listed: Listed) -> bytes:

@@ -233,6 +233,8 @@ class Saver:
             kept: Any = own.sidecar["exchange"]
             # What was lost by rounding is each worker's own.
             exchange.load_state_dict({name: value for name, value in kept.items() if not name.startswith("lost/")})
+            if self.data is not None and self.kind == "allreduce":  # all go on at the same place
+                self.data.load_state_dict(own.sidecar.get("data"))
 
     @property
     def _apart(self) -> bool:

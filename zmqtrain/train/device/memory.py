@@ -13,7 +13,6 @@ With ``small`` the buckets are those of the real model but hold very few numbers
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, Protocol
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zmqtrain.arena.arena import Arena
+from zmqtrain.data.division import Span
 from zmqtrain.exchange.base import Bucket, OptimizerSpec
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.topology.schema import Topology
@@ -105,6 +105,8 @@ class SmallMemory:
         self._rank, self._factor, self._whole = rank, factor, whole
         self.place: Callable[[int], tuple[int, int]] = lambda step: (rank, step)
         """The rank and the step whose gradient this worker computes at a step."""
+        self.spans: Callable[[int], Sequence[Span]] | None = None
+        """If set: the samples whose gradients this worker computes at a step, by their positions in the run."""
         self._layers = {layer.name: (index, small_numel(layer.numel)) for index, layer in enumerate(profile.layers)}
 
     def payload(self, plan: BucketPlan, *, parameters: bool) -> TensorPayload:
@@ -115,11 +117,15 @@ class SmallMemory:
 
     def backward(self, bucket: Bucket, step: int, *, add: bool = False) -> None:
         gradients = numbers_of(bucket.gradients)
-        rank, of = self.place(step)
         for name, part in self._parts(bucket):
             index, numel = self._layers[name]
             before = gradients[part] if add else 0.0
-            gradients[part] = before + self._factor * gradient(rank, of, index, numel)
+            gradients[part] = before + self._factor * self._gradient(step, index, numel)
+
+    def _gradient(self, step: int, layer: int, numel: int) -> Numbers:
+        if self.spans is not None:
+            return gradient_of_samples(self.spans(step), layer, numel)
+        return gradient(*self.place(step), layer, numel)
 
     def update(self, bucket: Bucket, gradients: Payload) -> None:
         parameters = numbers_of(bucket.parameters)
@@ -168,14 +174,18 @@ def gradient(rank: int, step: int, layer: int, numel: int) -> Numbers:
     return _gradients(np.array([rank]), np.array([step]), layer, numel)
 
 
+def gradient_of_samples(spans: Sequence[Span], layer: int, numel: int) -> Numbers:
+    """The sum of the gradients of samples, given by their positions in the run."""
+    places = np.concatenate([np.arange(start, stop) for start, stop in spans])
+    return _sum_of(places, places // _PLACES, layer, numel)
+
+
 def gradient_factor(topology: Topology) -> int:
     """The factor on workers' own gradients: the number of groups if their mean is taken, so that the mean is a whole number."""
     exchange = topology.exchange
     if exchange.kind == "model_server" and exchange.policy != "sync":
         return 1
     groups = topology.compute.groups
-    if exchange.kind == "allreduce" and topology.elastic:  # the mean may be over fewer
-        return math.lcm(*range(1, groups * exchange.every_steps(groups) + 1))
     return groups * (exchange.every_steps(groups) if exchange.kind == "allreduce" else 1)
 
 
@@ -186,7 +196,8 @@ def exact(topology: Topology) -> bool:
         exchange.kind == "averaging" and exchange.averaging != type(exchange.averaging)()
     ):
         return False
-    largest = LARGEST * topology.compute.group_size * gradient_factor(topology)
+    size = topology.compute.group_size if not divided(topology) else topology.compute.batch_size
+    largest = LARGEST * size * gradient_factor(topology)
     digits = {"none": 53, "fp16": 11, "bf16": 8}.get(exchange.compression if exchange.kind == "model_server" else "none", 0)
     return largest <= 2**digits and not topology.optimizer.clip_norm
 
@@ -200,14 +211,17 @@ def expected_parameters(profile: Profile, topology: Topology, steps: int) -> dic
     compute, exchange = topology.compute, topology.exchange
     if exchange.kind == "allreduce":
         steps -= steps % exchange.every_steps(compute.groups)  # steps after the last exchange are never applied
-    ranks, times = np.arange(compute.workers), 1
-    if exchange.kind == "allreduce":
-        times = gradient_factor(topology) // (compute.groups * exchange.every_steps(compute.groups))
-    return {
-        layer.name: -times * _gradients(ranks, np.arange(steps), index, small_numel(layer.numel))
-        for index, layer in enumerate(profile.layers)
-        if layer.numel
-    }
+    layers = [(layer.name, index, small_numel(layer.numel)) for index, layer in enumerate(profile.layers) if layer.numel]
+    if divided(topology):
+        all_samples = [(0, steps * compute.groups * compute.batch_size)]
+        return {name: -gradient_of_samples(all_samples, index, numel) for name, index, numel in layers}
+    ranks = np.arange(compute.workers)
+    return {name: -_gradients(ranks, np.arange(steps), index, numel) for name, index, numel in layers}
+
+
+def divided(topology: Topology) -> bool:
+    """Whether each worker's gradient is that of its samples, which depend on who is there (`zmqtrain.data.division`)."""
+    return topology.exchange.kind == "allreduce" and topology.elastic
 
 
 def differences(found: Mapping[str, Numbers], expected: Mapping[str, Numbers]) -> str | None:
@@ -242,6 +256,8 @@ def numbers_of(payload: Payload) -> Numbers:
     return payload.numpy()
 
 
+#: Samples whose places count as their ranks; then the next step begins. Prime, so that samples rarely look alike.
+_PLACES = 97
 #: Periods of the elements in ranks, steps and layers; the factors are prime to them.
 _PERIODS = np.array([13, 11, 7, 5, 13, 11, 7, 5])
 _OF_RANK = np.array([3, 5, 2, 1, 7, 3, 4, 2])
@@ -254,6 +270,13 @@ def _gradients(ranks: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], layer
     periods = _PERIODS[:numel]
     phase = ranks[:, None, None] * _OF_RANK[:numel] + steps[None, :, None] * _OF_STEP[:numel] + layer * _OF_LAYER[:numel]
     total: Numbers = (1.0 + phase % periods).sum(axis=(0, 1))
+    return total
+
+
+def _sum_of(ranks: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], layer: int, numel: int) -> Numbers:
+    """The sum of the gradients of each rank at its step."""
+    phase = ranks[:, None] * _OF_RANK[:numel] + steps[:, None] * _OF_STEP[:numel] + layer * _OF_LAYER[:numel]
+    total: Numbers = (1.0 + phase % _PERIODS[:numel]).sum(axis=0)
     return total
 
 
