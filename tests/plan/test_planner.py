@@ -209,7 +209,6 @@ def test_a_plan_goes_out_and_comes_back() -> None:
         ({"layer": "fc9"}, r"another model.*no layer 'fc9' \(did you mean 'fc\d'\?\); the plan has no entry for fc8"),
         ({"grid": "2x8"}, "must have the same number of processes"),
         ({"choice": "domain", "grid": "32x1"}, "domain 32x1 of layer fc8 is impossible: its input is not an image"),
-        ({"choice": "domain", "grid": "32x1", "strips": "width"}, "layer fc8 by width: it can be launched, but prices"),
         ({"choice": "domain", "grid": "32x1", "strips": "2x8"}, "strips '2x8' are 16 parts of an image, but the grid has 32 rows"),
         ({"choice": "domain", "grid": "32x1", "strips": "wide"}, "strips 'wide' must be"),
         ({"strips": "width"}, "strips are for the choice domain"),
