@@ -220,8 +220,24 @@ def test_memory_of_any_layout_and_with_gradients(ranks: Ranks[Any]) -> None:
         parameter = torch.nn.Parameter(torch.ones(3))
         group.allreduce([parameter]).wait()
         assert (parameter == size).all()
+        one = torch.full((2,), float(group.rank()))[::2]  # contiguous, although its stride is 2
+        group.broadcast([one], options(dist.BroadcastOptions, rootRank=size - 1)).wait()
+        assert one.item() == size - 1
+        expanded = torch.ones(1).expand(4)  # four elements that are one in memory
+        group.allreduce([expanded]).wait()
+        assert expanded.tolist() == [size] * 4
 
     ranks(work)
+
+
+def test_an_expanded_tensor_cannot_take_different_values() -> None:
+    groups = groups_of(2)
+    sent = groups[0].broadcast([torch.arange(4.0)])
+    with pytest.raises(ValueError, match="expanded"):
+        groups[1].broadcast([torch.zeros(1).expand(4)]).wait()
+    sent.wait()
+    for group in groups:
+        group.shutdown()
 
 
 def test_operations_that_mean_nothing_are_refused_at_once(ranks: Ranks[Any]) -> None:
