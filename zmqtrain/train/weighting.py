@@ -25,6 +25,8 @@ from zmqtrain.wire.tensor import TensorPayload
 
 #: The class that torch's losses ignore by default.
 IGNORED = -100
+#: In how many micro-batches, the first ones, a loss is tried on halves.
+LOSSES_TRIED = 3
 #: torch's losses with class weights, and the modules that call them.
 _FUNCTIONS = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
 
