@@ -40,8 +40,8 @@ def run_bench(
     """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name.
 
     ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``workers``: for
-    ``efficiency``, with so many; ``data``: for ``cluster``, where MNIST is; ``minutes``, ``every``: for ``soak``, how long it takes,
-    and the seconds between two faults."""
+    ``efficiency``, with so many; ``data``: for ``cluster``, where MNIST is; ``minutes`` and ``every``: for ``soak``, how long it
+    takes, and the seconds between two faults."""
     if encrypted and name != "net":
         raise UsageError(f"benchmark {name} has no --encrypted: net has")
     if parts and name not in DIVIDED:
