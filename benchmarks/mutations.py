@@ -28,6 +28,7 @@ from zmqtrain.exchange.server_changes import _Members
 from zmqtrain.exchange.state_source import NeighboursState
 from zmqtrain.membership.actions import Answer
 from zmqtrain.membership.barrier import Barrier, Barriers
+from zmqtrain.membership.heard import Heard
 from zmqtrain.membership.roster import Roster
 from zmqtrain.membership.state import MemberTable, Presence
 from zmqtrain.membership.view import View
@@ -382,17 +383,17 @@ def stale_view_believed(patches: Patches) -> None:
 def dead_host_believed(patches: Patches) -> None:
     """The heartbeats of a host that is gone are believed to go on."""
 
-    def make(tick: Any) -> Any:
-        def mutated(self: Roster, now: float) -> Any:
-            self._heard = dict.fromkeys(self._heard, now)
-            return tick(self, now)
+    def make(look: Any) -> Any:
+        def mutated(self: Heard, now: float) -> None:
+            self._times = dict.fromkeys(self._times, now)
+            look(self, now)
 
         return mutated
 
     def deaf(_: Any) -> Any:
         return lambda _self, *_args: []
 
-    patches.around(Roster, "tick", make)
+    patches.around(Heard, "look", make)
     patches.around(Roster, "handle_lost", deaf)
 
 

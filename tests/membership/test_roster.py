@@ -450,3 +450,9 @@ def test_events_tell_the_story() -> None:
     notes = [action for action in table.take(table.roster.handle_join("worker/0", 1, "a", 1, 0.0)) if isinstance(action, Note)]
     assert [note.kind for note in notes] == ["join", "running"]
     assert notes[0].reason == "worker/0 joined (1 of 1)"
+
+
+@pytest.mark.parametrize(("hosts", "pause_s"), [(1, 1.0), (100, 1.0), (150, 1.5), (1000, TIMEOUTS.silent_s / 3)])
+def test_many_agents_send_fewer_heartbeats_but_three_before_they_count_as_silent(hosts: int, pause_s: float) -> None:
+    table = Table(members(workers=hosts, servers=0, hosts=hosts))
+    assert table.roster.heartbeat_s == pytest.approx(pause_s)

@@ -40,7 +40,7 @@ trace_steps = 0
 """
 TIMEOUTS = Timeouts.of(60.0)
 #: A link is down when three heartbeats were not answered.
-DOWN_S = 3 * TIMEOUTS.heartbeat_s
+DOWN_S = 3 * TIMEOUTS.ping_s
 AT_S = 0.02
 
 

@@ -114,7 +114,7 @@ class AgentLink:
             if known is False and not self.finished.is_set():
                 raise PeerLostError(COORDINATOR, "it has given up this host, because it had not heard from it for too long")
             try:
-                async with asyncio.timeout(timeouts.heartbeat_s):
+                async with asyncio.timeout(known if isinstance(known, float) else timeouts.heartbeat_s):
                     await self.finished.wait()
             except TimeoutError:
                 continue

@@ -387,7 +387,7 @@ class Coordinator:
             raise ProtocolError(f"{caller} sends a wrong heartbeat")
         self._do(self._roster.handle_heartbeat(caller, [str(peer) for peer in alive], self._now()))
         # Whoever was cut off when the run ended could not be told that it has.
-        return self._roster.is_here(caller) and not self._over
+        return self._roster.heartbeat_s if self._roster.is_here(caller) and not self._over else False
 
     async def _serve_exited(
         self, caller: PeerId, peer: Value, exit_code: Value, report: Value, stopped: Value, pid: Value = None

@@ -153,7 +153,7 @@ def net_settings(
         ports=ports,
         greet_s=timeouts.join_s,
         lost_s=timeouts.lost_s,
-        heartbeat_s=timeouts.heartbeat_s,
+        heartbeat_s=timeouts.ping_s,
         flush_s=timeouts.flush_s,
         identity=identity,
         io_threads=1 if identity is None else ENCRYPTED_IO_THREADS,

@@ -65,6 +65,8 @@ class NetSettings:
     """How long ``close`` waits for queued messages to be acknowledged."""
     farewell_s: float = 0.3
     """How long a farewell may then take to be sent; a peer that does not receive it notices after ``lost_s``."""
+    peers: int = 0
+    """The number of other processes that it will be connected to, as far as that is known beforehand."""
     io_threads: int = 1
     """The number of threads that move bytes between memory and sockets."""
     arena: Arena | None = field(default=None, repr=False)

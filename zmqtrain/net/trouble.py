@@ -33,6 +33,10 @@ class Trouble(Enum):
         "it accepts only encrypted connections: start this process with the run's own ZMQTRAIN_COORDINATOR, which ends in the "
         "coordinator's key"
     )
+    FILES = (
+        "this process has as many files open as it may, and each process that it is connected to takes up to ten: raise the hard "
+        "limit (ulimit -Hn, or LimitNOFILE= of its systemd unit)"
+    )
     GARBLED = "the answer from its address is not valid: another program is listening there"
 
 

@@ -21,12 +21,13 @@ from functools import partial
 
 import zmq
 
-from zmqtrain.errors import PortInUseError
+from zmqtrain.errors import HostLimitError, PortInUseError
 from zmqtrain.net.address import key_in, split_address, with_key, without_key
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.loop import dilation_of
 from zmqtrain.net.monitor import CallMonitor
 from zmqtrain.net.node import Node
+from zmqtrain.net.open_files import allow_open_files, explained
 from zmqtrain.net.outbox import BULK, CONTROL
 from zmqtrain.net.paced import open_paced
 from zmqtrain.net.password import Password
@@ -48,6 +49,8 @@ IPV4_AS_IPV6 = "::ffff:"
 MAX_SOCKETS = 16384
 
 
+#: The kernel asks after callers that were silent for so many seconds.
+KEEPALIVE_S = 30
 #: Back-off of reconnecting: fast at first, since roles start at about the same time, then slower.
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0
 
@@ -62,7 +65,8 @@ def _in_turn(first: int, last: int) -> list[int]:
 async def open_zeromq(peer: PeerId, *, token: str | None = None, settings: NetSettings | None = None) -> Node:
     """An endpoint over ZeroMQ, listening. Close it with ``await node.close()``, or use it in ``async with``.
 
-    Raises `PortInUseError` if ``settings.port`` is in use.
+    Raises `PortInUseError` if ``settings.port`` is in use, and `HostLimitError` if ``settings.peers`` are more than this process
+    may have connections to.
     """
     settings = settings or NetSettings()
     if token is not None:
@@ -95,6 +99,7 @@ class ZeroMQTransport:
 
     def __init__(self, settings: NetSettings) -> None:
         self._settings = settings
+        allow_open_files(settings.peers)
         self._loop = asyncio.get_running_loop()
         self._ms = 1000 * dilation_of(self._loop)  # ZeroMQ's times are real ones
         self._context = zmq.Context(io_threads=settings.io_threads)
@@ -148,7 +153,7 @@ class ZeroMQTransport:
         try:
             self._check(address)
             dealer = self._dealer(CONTROL, b"", address)
-        except (ValueError, zmq.ZMQError):
+        except (ValueError, zmq.ZMQError, HostLimitError):
             return  # a process that gives such an address gets no answer
         with contextlib.suppress(zmq.Again):
             dealer.send_multipart(frames, zmq.NOBLOCK)
@@ -196,8 +201,12 @@ class ZeroMQTransport:
             raise ValueError(f"the process at {without_key(address)} {one}, but this one {other}")
 
     def _listen(self, lane: int, port: int) -> int:
-        router = self._context.socket(zmq.ROUTER)
-        self._tune(router)
+        router = self._socket(zmq.ROUTER)
+        # Callers send the heartbeats, and say after which silence the connection is to be given up. Of a caller that vanishes just
+        # after another message only the kernel notices.
+        router.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+        router.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
         (self._password if self.identity is None else self.identity).guard(router)
         # A peer whose connection broke returns under its name before the old connection has timed out here: the new one counts.
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -233,9 +242,14 @@ class ZeroMQTransport:
     def _dealer(
         self, lane: int, route: bytes, address: str, watch: Callable[[zmq.Socket[bytes]], None] | None = None
     ) -> zmq.Socket[bytes]:
-        dealer = self._context.socket(zmq.DEALER)
+        dealer = self._socket(zmq.DEALER)
         try:
-            self._tune(dealer)
+            heartbeat_ms = self._heartbeat_ms
+            # A connection that is silently dead (a cable, a host that lost power) is noticed only by missing answers.
+            dealer.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
+            dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * heartbeat_ms)
+            # How long the other side waits for us, for half-open connections.
+            dealer.setsockopt(zmq.HEARTBEAT_TTL, min(3 * heartbeat_ms, MAX_TTL_MS))
             if self.identity is not None:
                 self.identity.arm(dealer, address)
             else:
@@ -255,24 +269,31 @@ class ZeroMQTransport:
             if watch is not None:
                 watch(dealer)
             dealer.connect(split_address(address)[lane])
-        except BaseException:
+        except BaseException as error:
             dealer.close(linger=0)
+            if isinstance(error, zmq.ZMQError) and (limit := explained(error)) is not None:
+                raise limit from error
             raise
         return dealer
 
-    def _tune(self, sock: zmq.Socket[bytes]) -> None:
-        settings = self._settings
+    @property
+    def _heartbeat_ms(self) -> int:
+        return max(1, int(self._settings.heartbeat_s * self._ms))
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket with the options that both kinds share. Raises `HostLimitError`."""
+        try:
+            sock = self._context.socket(kind)
+        except zmq.ZMQError as error:
+            if (limit := explained(error)) is not None:
+                raise limit from error
+            raise
         sock.setsockopt(zmq.LINGER, 0)  # what must arrive was acknowledged before a socket is closed; farewells set another value
         sock.setsockopt(zmq.IPV6, 1)  # both IP versions: a host's name may mean either
-        heartbeat_ms = max(1, int(settings.heartbeat_s * self._ms))
-        # A connection that is silently dead (a cable, a host that lost power) is noticed only by missing answers.
-        sock.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
-        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * heartbeat_ms)
-        # How long the other side waits for us, for half-open connections.
-        sock.setsockopt(zmq.HEARTBEAT_TTL, min(3 * heartbeat_ms, MAX_TTL_MS))
         # A caller that connects and does not speak ZMTP (a port scanner) is dropped after this time.
-        sock.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._ms), 3 * heartbeat_ms))
+        sock.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._ms), 3 * self._heartbeat_ms))
         # TCP buffers (SNDBUF, RCVBUF) are left to the kernel, whose autotuning fits them to the path; fixed ones would limit it.
+        return sock
 
 
 class _Wire:
@@ -289,10 +310,15 @@ class _Wire:
         self._pause_s = LEAST_PAUSE_S
         self._up: dict[int, bool] = {}
         self._was_up = False
+        self._closed = False
         self._open(CONTROL)
 
     def send(self, lane: int, frames: Frames) -> bool:
-        dealer = self._dealers.get(lane) or self._open(lane)
+        if lane not in self._dealers and lane not in self._again:
+            self._open(lane)
+        dealer = self._dealers.get(lane)
+        if dealer is None:
+            return False
         try:
             if len(frames) == 1:
                 dealer.send(frames[0], zmq.NOBLOCK)
@@ -304,16 +330,19 @@ class _Wire:
         return True
 
     def close(self, linger_ms: int) -> None:
+        self._closed = True
         for timer in self._again.values():
             timer.cancel()
         for lane in list(self._dealers):
             self._drop(lane, linger_ms)
 
     def _drop(self, lane: int, linger_ms: int) -> None:
-        self._monitors.pop(lane).close()
-        self._dealers.pop(lane).close(linger=linger_ms)
+        if lane in self._monitors:
+            self._monitors.pop(lane).close()
+        if lane in self._dealers:
+            self._dealers.pop(lane).close(linger=linger_ms)
 
-    def _open(self, lane: int) -> zmq.Socket[bytes]:
+    def _open(self, lane: int) -> None:
         transport = self._transport
 
         def watch(dealer: zmq.Socket[bytes]) -> None:
@@ -327,8 +356,12 @@ class _Wire:
 
         # A lane that is being opened for the first time does not make the link count as down.
         self._up.setdefault(lane, lane == BULK)
-        dealer = self._dealers[lane] = transport._dealer(lane, self._route, self._address, watch)
-        return dealer
+        try:
+            self._dealers[lane] = transport._dealer(lane, self._route, self._address, watch)
+        except HostLimitError:
+            self._drop(lane, 0)
+            # Soon, not now: the peer may be known only once this has returned.
+            transport._loop.call_soon(self._failed, lane, Trouble.FILES, True)
 
     def _changed(self, lane: int, up: bool) -> None:
         again = up and self._up[lane]
@@ -342,8 +375,10 @@ class _Wire:
             self._transport.up(self._peer, self)
 
     def _failed(self, lane: int, trouble: Trouble | None, over: bool) -> None:
-        """The handshake failed. ``over``: ZeroMQ does not try again, but the peer may accept later (a member that has not been told
-        of this one yet), or be replaced."""
+        """The handshake failed, or there is no socket for it. ``over``: ZeroMQ does not try again, but the peer may accept later (a
+        member that has not been told of this one yet), or be replaced."""
+        if self._closed:
+            return
         if over and lane not in self._again:
             self._again[lane] = self._transport._loop.call_later(self._pause_s, self._reopen, lane)
             self._pause_s = min(2 * self._pause_s, MOST_PAUSE_S)

@@ -29,6 +29,7 @@ from zmqtrain.run.draining import drain
 from zmqtrain.run.joining import Places
 from zmqtrain.run.preemption import Preemption, stop_workers
 from zmqtrain.run.strength import keep_enough
+from zmqtrain.topology.placement import place
 from zmqtrain.train.checkpoint.collector import CheckpointCollector, OnEvent
 
 if TYPE_CHECKING:
@@ -192,4 +193,6 @@ def coordinator_settings(
     job = topology.job
     identity = Identity.coordinator(token) if encrypted else None
     at = job.port if port is None else port
-    return net_settings(job.timeouts, token, host=host, port=at, ports=job.port_range, identity=identity)
+    settings = net_settings(job.timeouts, token, host=host, port=at, ports=job.port_range, identity=identity)
+    placement = place(topology)
+    return replace(settings, peers=len(placement.hosts) + len(placement.roles))

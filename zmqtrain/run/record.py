@@ -29,6 +29,7 @@ from zmqtrain.run.report import LOG, headline
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.model_file import model_lines
 from zmqtrain.versions import versions
+from zmqtrain.words import counted
 
 
 class RunRecord:
@@ -178,10 +179,12 @@ class RunRecord:
         """The run in one line."""
         placement, exchange = self._placement, self._topology.exchange
         grid = f", {_divided(self._topology)}" if self._topology.divided else ""
-        servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
+        servers = (
+            f", {counted(placement.servers, 'model server')} ({exchange.policy})" if placement.servers else f", {exchange.kind}"
+        )
         if placement.fc_servers:
             servers += ", FC server" if placement.fc_servers == 1 else f", {placement.fc_servers} FC servers"
-        workers = f"{placement.groups} group(s) of {placement.group_size} worker(s)"
+        workers = f"{counted(placement.groups, 'group')} of {counted(placement.group_size, 'worker')}"
         if self._topology.hosts_open and self._topology.hosts_decide:
             workers = "one worker for each device or host"
         return (
@@ -275,7 +278,7 @@ def _failure_text(error: dict[str, Any], directory: Path | None) -> str:
 def _hosts(topology: Topology) -> str:
     if topology.hosts_open:
         return "the hosts that join"
-    return f"{len(topology.hosts)} host(s)"
+    return counted(len(topology.hosts), "host")
 
 
 def _divided(topology: Topology) -> str:

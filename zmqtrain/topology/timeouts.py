@@ -19,7 +19,8 @@ class TimeoutRow:
 
 
 _PURPOSES = {
-    "heartbeat_s": "an agent tells the coordinator that its host and roles are alive; endpoints ping each other",
+    "heartbeat_s": "an agent tells the coordinator that its host and roles are alive (of over 100 hosts, less often)",
+    "ping_s": "connected processes ask each other for a sign of life; after three without an answer their link is down",
     "flush_s": "an endpoint that closes sends the messages that are still queued",
     "silent_s": "a host's agent says nothing; after this time the host counts as lost",
     "grace_s": "roles that were told to stop end by themselves; after this time they are killed",
@@ -36,6 +37,7 @@ class Timeouts:
     """Time-outs in seconds, by default from the shortest to the longest."""
 
     heartbeat_s: float
+    ping_s: float
     flush_s: float
     silent_s: float
     grace_s: float
@@ -50,6 +52,7 @@ class Timeouts:
         """All time-outs, for ``[job] timeout``."""
         return cls(
             heartbeat_s=min(1.0, timeout_s / 20),
+            ping_s=min(2.0, timeout_s / 20),
             flush_s=min(5.0, timeout_s / 12),
             # Noticed within 10 s by default; more patience is had by a longer timeout, and less is wrong on a busy machine.
             silent_s=max(min(8.0, timeout_s / 2), timeout_s * 2 / 15),

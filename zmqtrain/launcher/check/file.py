@@ -12,7 +12,7 @@ from zmqtrain.launcher.engine import make_engine
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
 from zmqtrain.observe.sinks.make import make_sinks
 from zmqtrain.processors import gpus
-from zmqtrain.topology.cautions import cautions, counted
+from zmqtrain.topology.cautions import cautions
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import Placement, place, place_before
 from zmqtrain.topology.ranges import count
@@ -20,6 +20,7 @@ from zmqtrain.topology.schema import Network, Simulation, Topology
 from zmqtrain.topology.units import format_duration, format_rate, format_size
 from zmqtrain.train.data_path import said_data_path
 from zmqtrain.train.device.profile import Profile
+from zmqtrain.words import counted
 
 #: The number of ports that a process listens on: one for each lane.
 PORTS_EACH = 2

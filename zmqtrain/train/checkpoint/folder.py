@@ -359,6 +359,11 @@ class _File:
             self._file.close()
 
 
+def can_hold(dtype: str) -> bool:
+    """Whether tensors of the type of this name can be sent and kept."""
+    return dtype in _WIRE.values()
+
+
 def _header(listed: Listed) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
