@@ -28,6 +28,7 @@ from zmqtrain.exchange.server_changes import _Members
 from zmqtrain.exchange.state_source import NeighboursState
 from zmqtrain.membership.actions import Answer
 from zmqtrain.membership.barrier import Barrier, Barriers
+from zmqtrain.membership.heard import Heard
 from zmqtrain.membership.roster import Roster
 from zmqtrain.membership.state import MemberTable, Presence
 from zmqtrain.membership.view import View
@@ -292,15 +293,6 @@ def left_samples_forgotten(patches: Patches) -> None:
     patches.around(Division, "_left_by", lambda _: lambda *_args: [])
 
 
-def newcomer_begins_early(patches: Patches) -> None:
-    """Others may not have the sums with which it begins."""
-    patches.around(ElasticMembers, "joins", lambda _: lambda *_args: False)
-
-
-def step_counts_while_members_agree(patches: Patches) -> None:
-    patches.around(ElasticSums, "hold", lambda _: lambda self: self._newest)
-
-
 def sums_not_shared(patches: Patches) -> None:
     async def mutated(_self: ElasticSums, *_args: Any) -> bool:
         return True
@@ -387,17 +379,17 @@ def stale_view_believed(patches: Patches) -> None:
 def dead_host_believed(patches: Patches) -> None:
     """The heartbeats of a host that is gone are believed to go on."""
 
-    def make(tick: Any) -> Any:
-        def mutated(self: Roster, now: float) -> Any:
-            self._heard = dict.fromkeys(self._heard, now)
-            return tick(self, now)
+    def make(look: Any) -> Any:
+        def mutated(self: Heard, now: float) -> None:
+            self._times = dict.fromkeys(self._times, now)
+            look(self, now)
 
         return mutated
 
     def deaf(_: Any) -> Any:
         return lambda _self, *_args: []
 
-    patches.around(Roster, "tick", make)
+    patches.around(Heard, "look", make)
     patches.around(Roster, "handle_lost", deaf)
 
 
@@ -506,8 +498,6 @@ MUTATIONS = (
     Mutation("a late worker does not learn of earlier changes", "servers-sync", history_forgotten, 4),
     Mutation("sums are divided by the workers that there were", "allreduce", sums_divided_wrongly, 2),
     Mutation("what a lost worker has left of its samples is not trained", "allreduce", left_samples_forgotten, 2),
-    Mutation("a newcomer begins with sums that others do not have", "allreduce", newcomer_begins_early, 500),
-    Mutation("a step counts while the members agree", "allreduce", step_counts_while_members_agree, 31),
     Mutation("survivors do not get the sums that others have", "allreduce", sums_not_shared, 2),
     Mutation("a late worker's state lacks an update", "allreduce", state_without_a_bucket, 3),
     Mutation("an agreement ends before the last member's word", "allreduce", barrier_opens_early, 1),

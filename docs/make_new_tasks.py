@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -250,7 +251,7 @@ def table(drawn: list[Drawn], folder: Path, orders: int) -> None:
         soonest = min(with_orders[0] or math.inf for with_orders in best["others"].values())
         ratio = f"{row['seconds'] / soonest:.2f}" if row["reached"] else f"not in {row['seconds']:.3g} s"
         found = "-" if row["groups"] is None else f"{row['groups']}, {row['momentum']:g}, {row['lr']:g}"
-        grid_setting = best["setting"].replace(" group(s)", "").replace("momentum ", "").replace("learning rate ", "")
+        grid_setting = re.sub(r" groups?|momentum |learning rate ", "", best["setting"])
         all_s = ", ".join(f"{each_s:.3g}" for each_s in seconds)
         print(
             f"| {each.kind}, {each.width} | {each.noise:g}, x {each.scale:g} | {each.batch}, {each.workers} "

@@ -105,26 +105,19 @@ def commands() -> str:
         "",
     ]
     for name, command in shown.items():
-        lines += [f"## `zmqtrain {name}`", "", f"```\n{usage(name, command)}\n```", "", prose(command.help), ""]
+        lines += [
+            f"## `zmqtrain {name}`",
+            "",
+            f"```\nzmqtrain {name} {' '.join(command.usage_words())}\n```",
+            "",
+            prose(command.help),
+            "",
+        ]
         types = get_type_hints(callbacks[name])
         rows = [row(parameter, types) for parameter in command.params if parameter.name != "help"]
         if rows:
             lines += ["| | default | |", "|---|---|---|", *rows, ""]
     return "\n".join(lines)
-
-
-def usage(name: str, command: Any) -> str:
-    """The command's line, as --help shows it."""
-    words = [parameter.metavar or parameter.name.upper() for parameter in command.params if is_argument(parameter)]
-    optional = [
-        word if parameter.required else f"[{word.strip('[]')}]" for word, parameter in zip(words, arguments(command), strict=True)
-    ]
-    more = ["[SCRIPT [ARGUMENTS]...]"] if command.context_settings.get("allow_extra_args") else []
-    return " ".join(["zmqtrain", name, "[OPTIONS]", *optional, *more])
-
-
-def arguments(command: Any) -> list[Any]:
-    return [parameter for parameter in command.params if is_argument(parameter)]
 
 
 def is_argument(parameter: Any) -> bool:
@@ -142,7 +135,7 @@ def row(parameter: Any, types: Mapping[str, Any]) -> str:
     default = parameter.default() if callable(parameter.default) else parameter.default
     given = "required" if parameter.required else "" if default in (None, False, [], ()) else f"`{default}`"
     if is_argument(parameter):
-        return f"| `{(parameter.metavar or parameter.name.upper()).strip('[]')}` | {given} | {cell(parameter.help)} |"
+        return f"| `{(parameter.metavar or parameter.name.upper())}` | {given} | {cell(parameter.help)} |"
     names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
     word = "" if parameter.is_flag else f" `{parameter.metavar or WORDS[bare(types[parameter.name])]}`"
     return f"| {names}{word} | {given} | {cell(parameter.help)} |"

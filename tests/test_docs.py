@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import tomllib
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from zmqtrain import errors
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -36,12 +39,25 @@ def test_every_kind_of_event_and_every_metric_has_a_meaning(reference: dict[str,
     assert reference["summary_keys"]() == reference["SUMMARY"].keys()
 
 
+def every_error(root: type[errors.ZmqTrainError]) -> set[type[errors.ZmqTrainError]]:
+    """All errors of the package, also those of single modules: a failed run shows their names, too."""
+    for path in sorted((ROOT / "zmqtrain").rglob("*.py")):
+        if re.search(r"^class \w+\(.*(Error|Comparable)\b.*\):", path.read_text(), re.MULTILINE):
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    found, new = {root}, [root]
+    while new:
+        found.update(new := [each for error in new for each in error.__subclasses__() if each.__module__.startswith("zmqtrain.")])
+    return found
+
+
 def test_every_error_and_exit_code_is_in_troubleshooting(reference: dict[str, Any]) -> None:
     text = (DOCS / "troubleshooting.md").read_text()
-    errors = [error for error in reference["public_errors"]() if error.__name__ != "ZmqTrainError"]
-    assert len(errors) > 20
-    for error in errors:
+    public = [error for error in reference["public_errors"]() if error.__name__ != "ZmqTrainError"]
+    assert len(public) > 20
+    for error in public:
         assert re.search(rf"^\|.*`{error.__name__}`.*\|", text, re.MULTILINE), error.__name__
+    named = set(re.findall(r"`(\w+)`", text))
+    assert not {error.__name__ for error in every_error(errors.ZmqTrainError)} - named - {"ZmqTrainError"}
     codes = re.findall(r"^\| (\d+) \|", reference["exit_codes"](), re.MULTILINE)
     for code in codes:
         assert re.search(rf"^\| {code} \|", text, re.MULTILINE), code
@@ -85,6 +101,20 @@ def test_the_image_that_kubernetes_runs_is_the_dockerfiles() -> None:
     assert f'image = "{name[1]}"' in (ROOT / "launch" / "kubernetes.toml").read_text()
     manifests = list(yaml.safe_load_all((ROOT / "launch" / "jobset.yaml").read_text()))
     assert f"'image': '{name[1]}'" in str(manifests)
+
+
+def test_the_images_build_finds_what_it_copies_and_starts_the_agent() -> None:
+    words = [line.split() for line in (ROOT / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    sources = [source for first, *rest in words if first == "COPY" and not rest[0].startswith("--") for source in rest[:-1]]
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(sources) == sent
+    assert all((ROOT / source).exists() for source in sources)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {project["readme"], "pyproject.toml", "LICENSE"} <= sent, "what the wheel is built from"
+    assert ["ENTRYPOINT", '["zmqtrain"]'] in words
+    assert ["CMD", '["agent"]'] in words
+    names = re.findall(r"\bzmqtrain:(\d[\w.]*\w) ", (ROOT / "Dockerfile").read_text() + (DOCS / "clusters.md").read_text())
+    assert set(names) == {project["version"]}
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,11 @@ What each prints is in ``FOLDER/BACKEND-RANK``."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from datetime import timedelta
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -157,7 +159,8 @@ def widely(rank: int, folder: str) -> None:
     DistributedDataParallel(table)(torch.tensor([rank, 1])).sum().backward()
     print("sparse gradients", table.weight.grad.to_dense()[:3, 0].tolist())
     compiled = torch.compile(DistributedDataParallel(model()), backend="aot_eager")
-    compiled(torch.ones(2, 10, dtype=torch.float64)).sum().backward()
+    for _ in range(2):  # the second forward arranges the buckets anew
+        compiled(torch.ones(2, 10, dtype=torch.float64)).sum().backward()
     print("compiled", [each.grad.sum().item() for each in compiled.parameters()])
     hooked = DistributedDataParallel(nn.Linear(64, 64))
     hooked.register_comm_hook(powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
@@ -230,6 +233,10 @@ def main(backend: str, what: str) -> None:
 
 def main_of_all(what: str, folder: str, size: int, backends: list[str]) -> int:
     """Returns how many ranks have failed."""
+    # What each would import before its first step, more than a second.
+    for module in ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"):
+        import_module(module)
+    gc.freeze()
     ranks = [(backend, rank) for backend in backends for rank in range(size)]
     children = []
     for backend, rank in ranks:

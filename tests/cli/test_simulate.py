@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
 def test_a_run_leaves_what_a_real_one_leaves(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_simulate(file, run_dir=tmp_path / "run") == 0
     shown = capsys.readouterr().out
-    assert "simulated: test: 4 group(s) of 1 worker(s), 2 model servers (async) on 4 host(s)" in shown
+    assert "simulated: test: 4 groups of 1 worker, 2 model servers (async) on 4 hosts" in shown
     assert "virtual seconds (seed 1) took" in shown
     run = tmp_path / "run"
     assert {path.name for path in run.iterdir()} == {

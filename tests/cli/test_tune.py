@@ -185,7 +185,7 @@ def test_the_tasks_own_error_comes_out(file: Path, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"a trial failed: TaskError: .*no loss today") as raised:
         run_tune(file, How(simulate=True), run_dir=tmp_path / "run", settings=["job.args={ fails = true }"])
     assert raised.value.exit_code == 3
-    assert "trial 0 (learning rate): 1 group(s), momentum 0.6, learning rate 1" in str(raised.value)
+    assert "trial 0 (learning rate): 1 group, momentum 0.6, learning rate 1" in str(raised.value)
     assert "work.py" in str(raised.value)  # where in the person's own code
 
 

@@ -1,11 +1,48 @@
-"""``program.py EXAMPLE ARGUMENTS ...``: an example, where torchvision may not fit torch."""
+"""``program.py EXAMPLE ARGUMENTS ...``: an example, where torchvision may not fit torch.
 
+``program.py --ranks=PACKAGES EXAMPLE ARGUMENTS ...``: two ranks of it, with what torchrun would tell them. They are forked once
+torch and these packages are imported: each rank would otherwise take seconds for them, and torchrun for torch.
+"""
+
+import os
 import runpy
+import socket
 import sys
+from importlib import import_module
 
 from tests.torchvision_operators import define
 
-if __name__ == "__main__":
-    define()
+
+def example() -> None:
+    """Run what the arguments say."""
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def ranks(packages: list[str], count: int = 2) -> int:
+    """Fork, and wait for all. Returns an exit code that is not 0 if one had such a code."""
+    for package in packages:
+        import_module(package)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(count):
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in said.items()})
+            os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"})
+            example()
+            return 0
+        pids.append(pid)
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids)
+
+
+if __name__ == "__main__":
+    define()
+    option, _, packages = sys.argv[1].partition("=")
+    if option == "--ranks":
+        del sys.argv[1]
+        sys.exit(ranks(packages.split(",")))
+    example()

@@ -1,4 +1,4 @@
-"""The examples with Lightning, Accelerate and transformers, each as two ranks that torchrun starts."""
+"""The examples with Lightning, Accelerate and transformers, each as two ranks; Accelerate's by its launcher, which is torchrun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from zmqtrain.arena import shared_memory_missing
 pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("program.py")
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def needs(*packages: str) -> None:
@@ -27,10 +26,10 @@ def needs(*packages: str) -> None:
             pytest.skip(f"{package} is not installed")
 
 
-def printed(launcher: list[str], example: str, *arguments: str) -> str:
-    """What the example's rank 0 prints."""
+def printed(start: list[str], example: str, *arguments: str) -> str:
+    """What the example's rank 0 prints. ``start``: what brings Python to start two ranks."""
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, str(PROGRAM), str(ROOT / "examples" / example), *arguments],
+        [sys.executable, *start, str(ROOT / "examples" / example), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
@@ -41,20 +40,31 @@ def printed(launcher: list[str], example: str, *arguments: str) -> str:
     return done.stdout
 
 
+def ranks(*packages: str) -> list[str]:
+    """Forked by a process that has imported these."""
+    return [str(PROGRAM), f"--ranks={','.join(('torch._dynamo', *packages))}"]
+
+
 def accuracies(text: str) -> dict[str, float]:
     return {kind: float(percent) for kind, percent in re.findall(r"(\w+): accuracy ([\d.]+)%", text)}
 
 
 def test_lightning_trains_validates_stops_and_saves() -> None:
     needs("lightning", "sklearn")
-    found = accuracies(printed(TORCHRUN, "lightning_digits.py", "model_server", "averaging"))
+    found = accuracies(printed(ranks("lightning", "sklearn.datasets"), "lightning_digits.py", "model_server", "averaging"))
     assert set(found) == {"model_server", "averaging"}
     assert min(found.values()) > 60, found  # of ten digits; how far apart groups run depends on the machine
 
 
 def test_transformers_trainer_with_groups() -> None:
     needs("accelerate", "transformers", "sklearn")
-    found = accuracies(printed(TORCHRUN, "transformers_digits.py", "model_server"))
+    found = accuracies(
+        printed(
+            ranks("transformers.trainer", "transformers.models.vit.modeling_vit", "sklearn.datasets"),
+            "transformers_digits.py",
+            "model_server",
+        )
+    )
     assert set(found) == {"model_server"}
     assert min(found.values()) > 25, found
 
@@ -62,7 +72,7 @@ def test_transformers_trainer_with_groups() -> None:
 def test_accelerate() -> None:
     """Its launcher starts torchrun, here without GPUs."""
     needs("accelerate", "sklearn")
-    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    text = printed(launcher, "accelerate_digits.py")
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    text = printed([*launcher, str(PROGRAM)], "accelerate_digits.py")
     assert "with 2 ranks" in text
     assert float(text.split("accuracy ")[1].split("%")[0]) > 60

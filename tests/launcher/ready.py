@@ -2,30 +2,39 @@
 
 A launch by the command starts a process that imports torch, more than three seconds of processor time, beside the launcher's own,
 half a second. `ReadyProcess` forks both from a process that has. The launcher finds the channel to its zygote in its environment
-(`zmqtrain.launcher.zygote.RUNNING`).
+(`zmqtrain.launcher.zygote.RUNNING`). Launchers and agents that other programs start, as sshd or a scheduler does, find it at a path
+(`warm`).
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import select
+import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Self
 
 import msgpack
 
-from zmqtrain.launcher.forkserver import LARGEST_MESSAGE
+from zmqtrain.launcher.forkserver import ADOPTED, LARGEST_MESSAGE
 from zmqtrain.launcher.zygote import RUNNING, Zygote
 
+#: What a fork is if not a ``zmqtrain`` command: the zygote of one launch, or an agent's fork server.
+ZYGOTE, FORK_SERVER = "zygote", "fork server"
 #: What the process calls in each fork.
 _ENTRY = "tests.launcher.ready_entry:main"
 #: What Python and torch read when they are imported: a launch that differs in it needs processes of its own.
@@ -40,7 +49,7 @@ class ReadyProcess:
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._environ = dict(os.environ)
-        self._number = 0
+        self._numbers = itertools.count(1)  # 0 is its own
         self._reading = threading.Lock()
         self._started: dict[int, int] = {}  # the processes, by the numbers of their requests
         self._ended: dict[int, int] = {}
@@ -69,7 +78,18 @@ class ReadyProcess:
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            return self._fork(None, folder, environ, errors, theirs.fileno()), ours
+            return self._fork(ZYGOTE, folder, environ, errors, theirs.fileno()), ours
+
+    def serve(self, what: str, channel: socket.socket) -> None:
+        """Fork a zygote or a fork server for whoever has connected.
+
+        Args:
+            what: `ZYGOTE` or `FORK_SERVER`.
+            channel: the connection. The process that it belongs to has the folder.
+        """
+        pid, _, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        with suppress(OSError):  # it is gone already
+            self._fork(what, Path(f"/proc/{pid}/cwd").readlink(), self._environ, 2, channel.fileno())
 
     def command(
         self, words: Sequence[str], folder: Path, environ: Mapping[str, str], output: int, errors: int, channel: int
@@ -84,13 +104,12 @@ class ReadyProcess:
         """
         return self._fork(words, folder, environ, errors, output, channel)
 
-    def _fork(self, words: Sequence[str] | None, folder: Path, environ: Mapping[str, str], errors: int, *files: int) -> Forked:
+    def _fork(self, what: str | Sequence[str], folder: Path, environ: Mapping[str, str], errors: int, *files: int) -> Forked:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._number += 1
-        number = self._number
+        number = next(self._numbers)
         with ours, theirs:
             socket.send_fds(self._channel, [msgpack.packb([number, {}])], [errors, theirs.fileno()])
-            message = msgpack.packb([str(folder), dict(environ), None if words is None else list(words)])
+            message = msgpack.packb([str(folder), dict(environ), what if isinstance(what, str) else list(what)])
             socket.send_fds(ours, [message], files)
             while number not in self._started:
                 self._read(_LOOK_S)
@@ -152,6 +171,51 @@ class ReadyZygote(Zygote):
             _, channel = ready_process().zygote(Path.cwd(), os.environ, 2)  # what it prints goes where this process says
             os.environ[RUNNING] = str(channel.detach())
         return await super().__aenter__()
+
+
+@dataclass(frozen=True)
+class Warm:
+    """How launchers and agents that are started by others find the process."""
+
+    variables: Mapping[str, str]
+    """`RUNNING` for launchers and `ADOPTED` for agents, with their values."""
+    python: str
+    """A program that is Python with these variables, for machines that get no variables of ours."""
+
+
+@contextmanager
+def warm() -> Iterator[Warm]:
+    """Fork for launchers and agents that are started by others, until the end of the block."""
+    ready = ready_process()
+    ours, end = socket.socketpair()
+    with tempfile.TemporaryDirectory() as folder, ours, end:
+        doors: dict[socket.socket, str] = {}
+        for what in (ZYGOTE, FORK_SERVER):
+            door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            door.bind(f"{folder}/{what}")
+            door.listen(100)
+            doors[door] = what
+
+        def accept() -> None:
+            while end not in (can := select.select([end, *doors], [], [])[0]):
+                for door in can:
+                    with door.accept()[0] as channel:
+                        ready.serve(doors[door], channel)
+
+        variables = {RUNNING: f"{folder}/{ZYGOTE}", ADOPTED: f"{folder}/{FORK_SERVER}"}
+        python = Path(folder, "python")
+        set_them = [shlex.quote(f"{name}={value}") for name, value in variables.items()]
+        python.write_text(f'#!/bin/sh\nexec env {" ".join(set_them)} {shlex.quote(sys.executable)} "$@"\n')
+        python.chmod(0o755)
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield Warm(variables, str(python))
+        finally:
+            ours.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for door in doors:
+                door.close()
 
 
 @cache

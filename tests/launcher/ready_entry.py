@@ -1,4 +1,4 @@
-"""What a fork of `tests.launcher.ready.ReadyProcess` does: it is the zygote of one launch, or a ``zmqtrain`` command."""
+"""What a fork of `tests.launcher.ready.ReadyProcess` does: it is a zygote, an agent's fork server, or a ``zmqtrain`` command."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import msgpack
 import zmqtrain.cli.launch
 import zmqtrain.launcher.child
 import zmqtrain.launcher.run  # noqa: F401 - all that the forks need is in memory
+from tests.launcher.ready import FORK_SERVER, ZYGOTE
 from zmqtrain.cli.main import main as command
 from zmqtrain.launcher.forkserver import ENTRY, LARGEST_MESSAGE, import_entry
-from zmqtrain.launcher.zygote import RUNNING, serve_launcher
+from zmqtrain.launcher.zygote import RUNNING, serve_agent, serve_launcher
 
 with suppress(ImportError):
     import sklearn.datasets  # noqa: F401 - of the examples; a second for each of their workers
@@ -26,20 +27,23 @@ def main(channel: int) -> int:
     """Do what the message in the channel says, as if started by the test."""
     with socket.socket(fileno=channel) as said:
         message, files, _flags, _address = socket.recv_fds(said, LARGEST_MESSAGE, 2)
-    folder, environ, words = msgpack.unpackb(message)
+    folder, environ, what = msgpack.unpackb(message)
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
     tempfile.tempdir = None  # TMPDIR is another one now
-    if words is None:
-        del sys.path[0]  # the folder of the tests; the launcher's is put there
-        serve_launcher(socket.socket(fileno=files[0]), import_entry(ENTRY))
+    if what in (ZYGOTE, FORK_SERVER):
+        del sys.path[0]  # the folder of the tests; the launcher's or the agent's is put there
+        entry = import_entry(ENTRY)
+        if what == FORK_SERVER:
+            serve_agent(files[0], os.getppid(), entry)
+        serve_launcher(socket.socket(fileno=files[0]), entry)
     else:
         os.dup2(files[0], 1)
         os.close(files[0])
         os.environ[RUNNING] = str(files[1])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.path[0] = folder
-        sys.argv = ["zmqtrain", *words]
+        sys.argv = ["zmqtrain", *what]
         command()
     return 0

@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.launcher.ready import warm
 from tests.patience import PATIENCE_S
 from zmqtrain.launcher.continued import Left
+from zmqtrain.launcher.forkserver import ADOPTED
 
 TASK = """
 import os, sys, time
@@ -61,19 +63,19 @@ shards = 1
 """
 
 
-def zmqtrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zmqtrain", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+def zmqtrain(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command, variables = [sys.executable, "-m", "zmqtrain", *words], {**os.environ, **environ}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 class Detached:
     """A detached run that waits for the file ``go``."""
 
-    def __init__(self, folder: Path, alone: str = "10 min") -> None:
+    def __init__(self, folder: Path, alone: str = "10 min", **environ: str) -> None:
         self.folder, self.run = folder, folder / "run"
         (folder / "task.py").write_text(TASK)
         (folder / "trial.toml").write_text(TOPOLOGY.format(alone=alone))
-        launched = zmqtrain(folder, "launch", "trial.toml", "--run-dir", "run", "--detach")
+        launched = zmqtrain(folder, "launch", "trial.toml", "--run-dir", "run", "--detach", **environ)
         assert launched.returncode == 0, launched
         self.launcher = int((self.run / "pid").read_text().split()[0])
 
@@ -101,8 +103,15 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     Left.of(tmp_path / "run").stop()
 
 
-def test_another_launcher_takes_over_and_everything_is_recorded_once(folder: Path) -> None:
-    run = Detached(folder)
+@pytest.fixture(scope="module")
+def warmed() -> Iterator[dict[str, str]]:
+    """The environment with which agents find their fork server; the test of nothing that is left starts it anew."""
+    with warm() as started:
+        yield {ADOPTED: started.variables[ADOPTED]}
+
+
+def test_another_launcher_takes_over_and_everything_is_recorded_once(folder: Path, warmed: dict[str, str]) -> None:
+    run = Detached(folder, **warmed)
     refused = zmqtrain(folder, "launch", "--continue", "run")
     assert (refused.returncode, "another launcher leads this run" in refused.stderr) == (74, True), refused
     run.kill_launcher()
@@ -143,9 +152,9 @@ def test_what_a_dead_launcher_has_left_is_stopped(folder: Path) -> None:
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
 
 
-def test_nobody_takes_over(folder: Path) -> None:
+def test_nobody_takes_over(folder: Path, warmed: dict[str, str]) -> None:
     """All processes end by themselves once the time alone is over."""
-    run = Detached(folder, alone="1 s")
+    run = Detached(folder, alone="1 s", **warmed)
     left = Left.of(run.run).processes
     family = [*left, *left[0].children(recursive=True)]
     run.kill_launcher()

@@ -82,3 +82,8 @@ def test_all_reduce_trains_every_sample_of_an_epoch(faults: list[Fault]) -> None
     due = 2 * (60_000 // (2 * 3001)) * 2 * 3001
     assert sum(truth.summed.values()) == due
     assert found == {"due": due, "counted": due, "repeated": 0, "lost": 0, "why": None}
+
+
+def test_the_line_says_what_counts_and_why_the_rest_does_not() -> None:
+    account = {"due": 96000, "counted": 49152, "repeated": 0, "lost": 46848, "why": "the run ended before"}
+    assert account_lines(account) == ["49,152 of 96,000 samples count in the model; the rest do not: the run ended before"]

@@ -292,12 +292,10 @@ def test_ordinary_models_raise_no_false_alarm(name: str, dtype: torch.dtype) -> 
     make = seeded(make, dtype if name != "single precision" else torch.float32)
     x = data(SAMPLES)
     x = x.to(dtype) if x.is_floating_point() else x
-    for seed in range(2 if dtype == torch.float64 else 1):
-        given: dict[str, Any] = {"loss": functional.cross_entropy, "target": torch.arange(SAMPLES) % 5, "seed": seed}
-        found, _ = run_ranks(
-            4, lambda fabric, given=given: verify(make, "2x2", fabric=fabric, inputs=(x,), optimizer=torch.optim.AdamW, **given)
-        )
-        assert found[0].precision == ("float32" if name == "single precision" else "float64")
+    # Both draw what dropout leaves out, otherwise.
+    given: dict[str, Any] = {"loss": functional.cross_entropy, "target": torch.arange(SAMPLES) % 5, "seed": dtype.itemsize}
+    found, _ = run_ranks(4, lambda fabric: verify(make, "2x2", fabric=fabric, inputs=(x,), optimizer=torch.optim.AdamW, **given))
+    assert found[0].precision == ("float32" if name == "single precision" else "float64")
 
 
 @pytest.mark.parametrize("kind", ["mlp", "images", "strips", "transformer"])

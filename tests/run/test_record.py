@@ -87,7 +87,7 @@ def test_hosts_that_come_bring_their_workers(tmp_path: Path) -> None:
     topology = parse_topology('[job]\n[engine]\nkind = "environment"\n').with_hosts(hosts)
     record.settle(RunDescription(topology, place(topology), folder="."))
     assert view.group_of == {"worker/0": 0, "worker/1": 0, "worker/2": 0}
-    assert ": 1 group(s) of 3 worker(s), allreduce on 3 host(s);" in record.title()
+    assert ": 1 group of 3 workers, allreduce on 3 hosts;" in record.title()
     record.event("worker/2", {"kind": "eval", "time": 1.0, "step": 1, "values": {}})
     (run,) = tmp_path.iterdir()
     record._directory.close()

@@ -48,14 +48,13 @@ def ring(ranks: int, nbytes: int) -> float:
     return 2 * (ranks - 1) * ALPHA_S + 2 * (ranks - 1) / ranks * nbytes * 8 / BITS_PER_S
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 16, 32])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 32])
 def test_a_ring_all_reduce_takes_what_the_formula_says(ranks: int) -> None:
     """100 MB; within 2 %: the rest is headers, and pieces that travel on before a whole part is there."""
     assert measured(ranks, 100_000_000, "ring") == pytest.approx(ring(ranks, 100_000_000), rel=0.02)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 32, 64])
-@pytest.mark.parametrize("nbytes", [64_000, 1_000_000])
+@pytest.mark.parametrize(("ranks", "nbytes"), [(2, 64_000), (8, 64_000), (64, 64_000), (4, 1_000_000), (32, 1_000_000)])
 def test_also_where_latency_counts(ranks: int, nbytes: int) -> None:
     """Whole parts, as the formula has them. Small parts are of one packet, whose place between others' is not shared: up to 5 %."""
     assert measured(ranks, nbytes, "ring", WHOLE) == pytest.approx(ring(ranks, nbytes), rel=0.05)

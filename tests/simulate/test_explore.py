@@ -30,7 +30,7 @@ def topology(tmp_path: Path) -> Topology:
 def test_random_faults_break_nothing(tmp_path: Path, staleness: Any) -> None:
     """A sample; `zmqtrain simulate FILE --seeds 1000 --faults random` tries as many as one likes."""
     topology = topology_of(profile_file(tmp_path), exchange={"staleness": staleness})
-    trials = list(explore(topology, range(100, 108), faults="random"))
+    trials = list(explore(topology, range(100, 105), faults="random"))
     assert [(trial.seed, trial.broken) for trial in trials if trial.broken] == []
     assert {trial.status for trial in trials} == {"done", "failed"}
 

@@ -274,8 +274,13 @@ def test_a_rule_about_an_unsound_field_is_not_told() -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match=r"missing.toml: does not exist"):
         load_topology(tmp_path / "missing.toml")
-    with pytest.raises(TopologyError, match="cannot be read"):
+    with pytest.raises(TopologyError, match="is a folder"):
         load_topology(tmp_path)
+    (tmp_path / "script.py").write_text("import torch\n")
+    with pytest.raises(TopologyError, match=r"script.py:1: is not valid TOML: .* a script comes after it"):
+        load_topology(tmp_path / "script.py")
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf[job]\nsteps = 3\n")
+    assert load_topology(tmp_path / "marked.toml").job.steps == 3
     (tmp_path / "binary.toml").write_bytes(b"[job]\n\xff\xfe")
     with pytest.raises(TopologyError, match=r"binary.toml:2: is not UTF-8"):
         load_topology(tmp_path / "binary.toml")

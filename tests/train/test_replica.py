@@ -58,12 +58,39 @@ class Images(nn.Module):
         return self.out(torch.relu(self.norm(self.convolution(x[:, None, None, :]))).flatten(1))
 
 
+class ReadEarly(nn.Module):
+    """Reads weights before it calls their layer: in the hook of a layer, and in a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 7), nn.Linear(7, 7), nn.Linear(7, 5)
+        self.last.register_forward_pre_hook(lambda layer, inputs: (inputs[0] + layer.weight.sum(),))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = torch.cat([self.last.bias, self.first.bias]).square().sum() + self.second.weight.detach().abs().mean()
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x))))) * (1 + penalty)
+
+
+class InTurn(nn.Module):
+    """Calls its last layer in every other step only, and uses its weights in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.steps = nn.Linear(6, 7), nn.Linear(7, 5), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        h = torch.tanh(self.first(x))
+        return self.last(h) if self.steps % 2 else nn.functional.linear(h, self.last.weight * 2, self.last.bias)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5)),
     "dropout": lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 5)),
     "tied": Tied,
     "attention": Attention,
     "images": Images,
+    "read early": ReadEarly,
 }
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -85,7 +112,9 @@ def step(replica: TorchReplica, index: int, x: torch.Tensor, y: torch.Tensor, mi
     """One training step in the compute thread."""
     replica.begin_step(index)
     for number, (xs, ys) in enumerate(zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True)):
-        loss = nn.functional.cross_entropy(replica.model(xs), ys) * (len(xs) / len(x))
+        with replica.forward():
+            output = replica.model(xs)
+        loss = nn.functional.cross_entropy(output, ys) * (len(xs) / len(x))
         replica.begin_backward(last=number == micro_batches - 1)
         loss.backward()
         replica.end_backward()
@@ -148,6 +177,34 @@ async def test_replica_trains_as_plain_torch(
     for (parameter_name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15, msg=parameter_name)
         assert ours.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_a_layer_that_is_called_in_some_steps_only_is_never_read_before_its_update(overlap: bool, device: CpuDevice) -> None:
+    torch.manual_seed(1)
+    expected = InTurn().double()
+    model = copy.deepcopy(expected)
+    plain(expected, OPTIMIZERS["sgd"](list(expected.parameters())), 0.0, 1)
+    settings = ReplicaSettings(bucket_bytes=1, overlap=overlap)
+    replica = TorchReplica(model, OPTIMIZERS["sgd"](list(model.parameters())), device, settings)
+    exchange = LocalExchange(Optimize.BEFORE)
+    await exchange.start(replica)
+    replica.connect(exchange.bucket_ready)
+
+    async def train() -> None:
+        for index, (x, y) in enumerate(batches(5)):
+            exchange.begin_step(index)
+            await device.run(lambda index=index, x=x, y=y: step(replica, index, x, y))
+            await exchange.end_step()
+
+    if overlap:
+        with pytest.raises(TaskError, match=r"'last\.bias' was used in a step that did not call its layer"):
+            await train()
+        return
+    await train()
+    await device.run(replica.take_all)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
 
 
 async def test_shared_parameters_lie_in_one_bucket_once(device: CpuDevice) -> None:
@@ -222,3 +279,12 @@ async def test_a_sparse_gradient_is_refused_with_what_to_do(device: CpuDevice) -
 
     with pytest.raises(TaskError, match=r"parameter '0\.weight' got a sparse gradient.*sparse=False"):
         await device.run(one)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+async def test_a_scripted_model_gets_no_hooks_inside(device: CpuDevice) -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(6, 5)))
+    replica = TorchReplica(model, torch.optim.SGD(model.parameters(), lr=0.1), device)
+    replica.connect(lambda bucket: None)
+    await device.run(lambda: step(replica, 0, torch.rand(8, 6), torch.randint(5, (8,))))
+    assert replica.buckets[0].gradients.tensor.abs().sum() > 0  # type: ignore[attr-defined]

@@ -122,7 +122,8 @@ async def train(recipe: Any, groups: int = 2, size: int = 1, *, batch: int = 4, 
 async def test_an_epoch_ends_for_all_when_a_step_is_not_full(kind: str, count: int) -> None:
     recipe = Trained(lambda: Numbers(count))
     exchange = {"kind": kind, **({"staleness": "sync"} if kind == "model_server" else {})}
-    result = await train(recipe, epochs=2, exchange=exchange)
+    # Whether the run may be elastic is known only when its data is.
+    result = await train(recipe, epochs=2, exchange=exchange, elastic=None if kind == "model_server" and count % 2 else False)
     assert not result.errors
     assert {peer: len(steps) for peer, steps in recipe.seen.items()} == {f"worker/{rank}": 2 * (count // 8) for rank in range(2)}
     assert recipe.all() == sorted(2 * list(range(count // 8 * 8)))
@@ -192,7 +193,7 @@ async def test_what_the_stream_raises_names_it() -> None:
 
 @pairwise(
     {
-        "at": [1, 2, 3, 4],
+        "at": [1, 4],
         "data": {"read again": Shuffled, "own state": Stateful},
         "fields": {
             "no process": {},
@@ -225,7 +226,7 @@ async def test_parts_of_streams_are_resumed_to_the_bit(workers: int, tmp_path: P
     whole = Trained(lambda: Numbers(44), **fields)
     first = await train(whole, steps=8, checkpoint_every=1, keep_checkpoints=20, folder=tmp_path)
     assert not first.errors
-    for at in (1, 3, 4, 6):
+    for at in ((1, 4), (3, 6))[workers - 1]:
         again = Trained(lambda: Numbers(44), **fields)
         resumed = await train(again, steps=8, folder=tmp_path / f"again {at}", resume=tmp_path / f"step-{at:08d}")
         assert not resumed.errors

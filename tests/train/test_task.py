@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from zmqtrain.errors import RunStopped, TaskError, UsageError
-from zmqtrain.train.task import Task, check_model, load_task, user_code
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.task import Task, check_lookups, check_model, load_task, user_code
 
 SOURCE = """
 from dataclasses import dataclass
@@ -115,6 +117,24 @@ def test_a_task_checks_itself(fields: dict[str, Any], said: str) -> None:
     }
     with pytest.raises(TaskError, match=said):
         Task(**good | fields)
+
+
+def test_what_cannot_be_kept_or_would_differ_between_workers_is_refused_before_the_first_step() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(TaskError, match="'phase' of the model Linear has type complex128"):
+        check_model(model)
+    rescaled = nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))
+    for compute, exchange, alone in (
+        ({}, {}, True),
+        ({"groups": 2}, {"kind": "gossip"}, True),
+        ({"groups": 2}, {"kind": "allreduce"}, False),
+        ({"groups": 2, "group_size": 2}, {"kind": "averaging"}, False),
+        ({}, {"kind": "model_server"}, False),
+    ):
+        topology = Topology.from_dict({"job": {}, "compute": compute, "exchange": exchange})
+        with nullcontext() if alone else pytest.raises(TaskError, match="the layer '0' has max_norm = 1"):
+            check_lookups(rescaled, topology)
 
 
 def test_a_lazy_model_is_refused_until_it_has_seen_an_example() -> None:

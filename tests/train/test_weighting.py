@@ -81,6 +81,33 @@ async def test_targets_that_are_ignored_unawares_are_an_error() -> None:
         await trained(cross_entropy, ignored=True, groups=2, group_size=1, batch_size=8)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, target: cross_entropy(output, target, weight=CLASSES),
+        lambda output, target: cross_entropy(output, target, reduction="sum"),
+        lambda output, target: cross_entropy(output @ output.T, torch.arange(len(output))),
+    ],
+)
+async def test_a_loss_that_is_no_mean_over_samples_is_refused_where_samples_are_divided(loss: Any) -> None:
+    for shape in ({"groups": 2, "group_size": 1}, {"groups": 1, "group_size": 1, "accumulate": 2}):
+        with pytest.raises(TaskError, match="is not a mean over samples"):
+            await trained(loss, batch_size=8, **shape)
+    await trained(loss, groups=1, group_size=1, batch_size=8)
+    await trained(lambda output, target: (loss(output, target) * len(target), len(target)), groups=2, group_size=1, batch_size=8)
+
+
+async def test_random_losses_and_those_of_whole_outputs_only_are_left_alone() -> None:
+    def random(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(nn.functional.dropout(output), target)
+
+    def whole(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output.view(4, 3), target)
+
+    for loss in (random, whole):
+        await trained(loss, groups=2, group_size=1, batch_size=4)
+
+
 async def test_sums_over_several_steps_are_refused() -> None:
     with pytest.raises(TaskError, match=r"remove \[exchange\] every"):
         await trained(pair, groups=2, group_size=1, batch_size=8, exchange={"kind": "allreduce", "every": 2})

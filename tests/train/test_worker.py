@@ -177,22 +177,29 @@ async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(kind: str, f
     assert [path.name for path in find_checkpoints(tmp_path / "again")] == ["step-00000008", "step-00000010"]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 7])
-@pytest.mark.parametrize("compute", [{}, {"accumulate": 2}, {"group_size": 2, "grid": "2x1"}], ids=["plain", "accumulate", "grid"])
-async def test_gradients_that_wait_for_their_exchange_are_resumed_too(compute: dict[str, Any], step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("compute", "steps"),
+    [({}, (1, 2, 3, 7)), ({"accumulate": 2}, (2, 7)), ({"group_size": 2, "grid": "2x1"}, (1, 5))],
+    ids=["plain", "accumulate", "grid"],
+)
+async def test_gradients_that_wait_for_their_exchange_are_resumed_too(
+    compute: dict[str, Any], steps: tuple[int, ...], tmp_path: Path
+) -> None:
     """A checkpoint between two exchanges has those of the steps since."""
     topology = topology_of(
         job={"steps": 9, "checkpoint_every": 1, "keep_checkpoints": 20},
         compute={"groups": 2, "batch_size": 12, **compute},
         exchange={"kind": "allreduce", "every": 3},
     )
-    whole, again = Recipe(), Recipe()
+    whole = Recipe()
     assert not (await run(topology, whole, folder=tmp_path)).errors
-    resumed = await run(topology, again, folder=tmp_path / "again", resume=tmp_path / f"step-{step:08d}")
-    assert not resumed.errors
-    assert len(resumed.losses("worker/0")) == 9 - step
-    for peer in whole.models:
-        assert torch.equal(whole.parameters(peer), again.parameters(peer))
+    for step in steps:
+        again = Recipe()
+        resumed = await run(topology, again, folder=tmp_path / f"again {step}", resume=tmp_path / f"step-{step:08d}")
+        assert not resumed.errors
+        assert len(resumed.losses("worker/0")) == 9 - step
+        for peer in whole.models:
+            assert torch.equal(whole.parameters(peer), again.parameters(peer))
 
 
 async def test_the_end_of_a_run_between_exchanges_has_them_too(tmp_path: Path) -> None:

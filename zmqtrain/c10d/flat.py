@@ -20,13 +20,20 @@ class Flat:
         self._target, self._write = _alias(tensor), write
         here = self._target.cpu() if tensor.device.type != "cpu" else self._target
         self._whole = here.resolve_conj().resolve_neg().contiguous()
-        self.flat = self._whole.view(-1)
+        # A single element is contiguous whatever its stride, and views of it as bytes need 1.
+        self.flat = self._whole.view(-1) if self._whole.numel() != 1 else self._whole.as_strided((1,), (1,))
         """The memory."""
 
     def write_back(self) -> None:
         """Copy to the tensor what was written, where the memory is not its own."""
-        if self._write and self._whole is not self._target:
-            self._target.copy_(self._whole)
+        if not self._write or self._whole is self._target:
+            return
+        # Of an expanded tensor, several elements are one in memory: they had one value, and have one again.
+        once = tuple(slice(1) if stride == 0 else slice(None) for stride in self._target.stride())
+        result = self._whole[once]
+        if result.numel() != self._whole.numel() and not torch.equal(result.expand_as(self._whole), self._whole):
+            raise ValueError("different values for elements that are one in memory: clone() the expanded tensor before")
+        self._target[once].copy_(result)
 
     def __enter__(self) -> Tensor:
         return self.flat

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 
 from zmqtrain.c10d.descriptor import Descriptor, checksum
+from zmqtrain.c10d.eager import never_compiled
 from zmqtrain.c10d.errors import of_torch
 from zmqtrain.c10d.flat import Flat, Flats
 from zmqtrain.c10d.operations import Reduction, reduction_of
@@ -37,11 +38,13 @@ CLOSE_S = 5.0
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+@never_compiled
 class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """Implements every operation of `torch.distributed` for CPU tensors; those on a GPU are staged through host memory.
 
-    Operations of one group are carried out one after another, in the order of the calls, in a thread of their own; messages between
-    two ranks in further threads. Results have the same bits on all ranks, and in every run.
+    Operations of one group are carried out one after another, in the order of the calls: in a thread of their own, or where the
+    caller waits at once and nothing else is pending, in the caller's. Messages between two ranks have further threads. Results have
+    the same bits on all ranks, and in every run.
     """
 
     def __init__(self, transport: Transport, rank: int, size: int, names: Sequence[str]) -> None:
@@ -97,14 +100,14 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # Collectives.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
-        return self._all_reduce(tensors, _operation(opts), "all_reduce")
+        return self._all_reduce(tensors, _operation(opts), "all_reduce", opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Handle:
-        return self._all_reduce(tensors, _operation(opts), "all_reduce_coalesced")
+        return self._all_reduce(tensors, _operation(opts), "all_reduce_coalesced", opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         opts = dist.ReduceOptions() if opts is None else opts
-        return self._all_reduce(tensors, opts.reduceOp, "reduce", root=opts.rootRank)
+        return self._all_reduce(tensors, opts.reduceOp, "reduce", opts, root=opts.rootRank)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         root = 0 if opts is None else opts.rootRank
@@ -115,7 +118,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                     call.begin(flat.dtype, flat.numel(), root=root)
                     self._transport.broadcast(flat, root, call.what)
 
-        return self._submit(tensors, "broadcast", do)
+        return self._submit(tensors, "broadcast", do, opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Handle:
         for targets, own in zip(outputs, inputs, strict=True):
@@ -127,7 +130,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                     call.begin_parts(flats)
                     self._transport.all_gather(flats, flat, call.what)
 
-        return self._submit([target for targets in outputs for target in targets], "all_gather", do, reads=inputs)
+        return self._submit([target for targets in outputs for target in targets], "all_gather", do, opts, reads=inputs)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Handle:
         # `outputs[r][i]` is rank r's `inputs[i]`.
@@ -147,7 +150,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                     call.begin(flat.dtype, flat.numel())
                     self._transport.all_gather(self._equal_parts(target), flat, call.what)
 
-        return self._submit(outputs, "all_gather_into_tensor", do, reads=inputs)
+        return self._submit(outputs, "all_gather_into_tensor", do, opts, reads=inputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Handle:
         return self.all_gather_single_coalesced([output], [own], opts)
@@ -163,7 +166,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 call.begin(flat.dtype, flat.numel(), root=root)
                 self._transport.gather(flats if targets is not None else None, flat, root, call.what)
 
-        return self._submit(targets or [], "gather", do, reads=inputs)
+        return self._submit(targets or [], "gather", do, opts, reads=inputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Handle:
         root = 0 if opts is None else opts.rootRank
@@ -176,7 +179,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 call.begin(target.dtype, target.numel(), root=root)
                 self._transport.scatter(target, flats if parts is not None else None, root, call.what)
 
-        return self._submit(outputs, "scatter", do, reads=parts or [])
+        return self._submit(outputs, "scatter", do, opts, reads=parts or [])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Handle:
         operation = _operation(opts)
@@ -190,7 +193,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                     call.begin_parts(flats, detail=(reduction.name,))
                     self._reduce_scatter(target, flats, reduction, call.what)
 
-        return self._submit(outputs, "reduce_scatter", do, reads=[part for parts in inputs for part in parts])
+        return self._submit(outputs, "reduce_scatter", do, opts, reads=[part for parts in inputs for part in parts])
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
         reduction = reduction_of(_operation(opts), outputs[0].dtype, self._size_here)
@@ -205,7 +208,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                     call.begin(flat.dtype, flat.numel(), detail=(reduction.name,))
                     self._reduce_scatter(target, self._equal_parts(flat), reduction, call.what)
 
-        return self._submit(outputs, "reduce_scatter_tensor", do, reads=inputs)
+        return self._submit(outputs, "reduce_scatter_tensor", do, opts, reads=inputs)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Handle:
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
@@ -221,7 +224,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 call.begin(flats[0].dtype)
                 self._transport.all_to_all(targets, flats, call.what)
 
-        return self._submit(outputs, "all_to_all", do, reads=inputs)
+        return self._submit(outputs, "all_to_all", do, opts, reads=inputs)
 
     def all_to_all_single(
         self, output: Tensor, whole: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
@@ -236,14 +239,14 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 parts = self._split(flat, whole, input_splits)
                 self._transport.all_to_all(self._split(target, output, output_splits), parts, call.what)
 
-        return self._submit([output], "all_to_all_single", do, reads=[whole])
+        return self._submit([output], "all_to_all_single", do, opts, reads=[whole])
 
     def barrier(self, opts: Any = None) -> Handle:
         def do(call: _Call) -> None:
             call.begin()
             self._transport.barrier(call.what)
 
-        return self._submit([], "barrier", do)
+        return self._submit([], "barrier", do, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names a missing rank.
@@ -292,7 +295,9 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _all_reduce(self, tensors: list[Tensor], operation: dist.ReduceOp, name: str, root: int | None = None) -> Handle:
+    def _all_reduce(
+        self, tensors: list[Tensor], operation: dist.ReduceOp, name: str, opts: Any, *, root: int | None = None
+    ) -> Handle:
         reductions = [reduction_of(operation, tensor.dtype, self._size_here) for tensor in tensors]
         for tensor in tensors:
             _require_layout(name, tensor, sparse=root is None)
@@ -314,7 +319,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                         if own is not flat:
                             flat.copy_(own)
 
-        return self._submit(tensors, name, do)
+        return self._submit(tensors, name, do, opts)
 
     def _gather_uneven(self, call: _Call, own: Tensor, numels: Sequence[int]) -> list[Tensor]:
         """All ranks' flat tensors, of these lengths."""
@@ -388,7 +393,9 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         row = tensor[0].numel() if tensor.size(0) else 0
         return list(torch.split(flat, [row * each for each in splits]))
 
-    def _submit(self, tensors: Sequence[Tensor], name: str, do: Callable[[_Call], None], *, reads: Sequence[Tensor] = ()) -> Handle:
+    def _submit(
+        self, tensors: Sequence[Tensor], name: str, do: Callable[[_Call], None], opts: Any, *, reads: Sequence[Tensor] = ()
+    ) -> Handle:
         self._require_open(name)
         for tensor in (*tensors, *reads):
             _require_layout(name, tensor, sparse=name.startswith("all_reduce"))
@@ -396,7 +403,8 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         what = f"{name} (operation {self._count} of group {self._group_text()})"
         call = _Call(self._transport, name, self._count, what, _described(tensors, reads) if _in_detail() else "")
         if not _profiler_enabled():
-            handle = self._lane.submit(tensors, what, lambda: do(call), reads=reads)
+            waits = not getattr(opts, "asyncOp", True)  # torch says whether it waits at once
+            handle = self._lane.submit(tensors, what, lambda: do(call), reads=reads, waits=waits)
             if len(tensors) == 1 and tensors[0].numel() == 1:
                 self._kept.append(handle)
             return handle

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from zmqtrain.c10d.eager import never_compiled
 from zmqtrain.c10d.errors import BrokenGroupError, WaitTimeoutError, of_torch
 from zmqtrain.train.device.accelerator import accelerator_of
 
@@ -43,6 +44,7 @@ class _Callbacks:
 _CALLBACKS = _Callbacks()
 
 
+@never_compiled
 class Handle(Work):
     """One operation: torch's work handle."""
 
@@ -133,23 +135,46 @@ def after_the_device(tensors: Sequence[Tensor], do: Callable[[], None]) -> Calla
 
 
 class Lane:
-    """A thread that carries operations out one after another."""
+    """Carries operations out one after another, in a thread of its own, or in that of a caller who waits."""
 
     def __init__(self, name: str, goes_on: tuple[type[Exception], ...] = ()) -> None:
         """``goes_on``: errors after which the next operations are carried out; after all others they raise `BrokenGroupError`."""
         self._queue: queue.SimpleQueue[tuple[Handle, Callable[[], None]] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._goes_on = goes_on
+        self._order = threading.Lock()
+        self._pending = 0  # operations that have been submitted, and have not ended
+        self._turn = threading.Lock()  # of the thread that carries one out
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, tensors: Sequence[Tensor], what: str, do: Callable[[], None], *, reads: Sequence[Tensor] = ()) -> Handle:
-        """Do it after everything submitted before, and after the work that the caller has queued on a device so far. Never blocks.
+    def submit(
+        self,
+        tensors: Sequence[Tensor],
+        what: str,
+        do: Callable[[], None],
+        *,
+        reads: Sequence[Tensor] = (),
+        waits: bool = False,
+    ) -> Handle:
+        """Do it after everything submitted before, and after the work that the caller has queued on a device so far.
 
-        ``tensors``: the result. ``reads``: other tensors on the device that it reads.
+        ``tensors``: the result. ``reads``: other tensors on the device that it reads. ``waits``: the caller waits for it at once:
+        if nothing else is pending, it is done in this thread, before this returns, and no other one has to be woken. Without
+        ``waits`` this never blocks.
         """
         handle = Handle(tensors, what)
-        self._queue.put((handle, after_the_device([*tensors, *reads], do)))
+        waits = waits and not _observed() and all(tensor.device.type == "cpu" for tensor in (*tensors, *reads))
+        with self._order:
+            here = waits and not self._pending
+            self._pending += 1
+            if here:
+                self._turn.acquire()  # at once: nobody carries anything out
+            else:
+                self._queue.put((handle, after_the_device([*tensors, *reads], do)))
+        if here:
+            with torch.no_grad():
+                self._carry_out(handle, do)
         return handle
 
     def close(self) -> None:
@@ -164,17 +189,34 @@ class Lane:
     def _work(self) -> None:
         torch.set_grad_enabled(False)  # a setting of each thread
         while (job := self._queue.get()) is not None:
-            handle, do = job
-            try:
-                # After a failed operation the ranks are no longer at the same point.
-                if self._error is not None:
-                    raise BrokenGroupError(handle.what, self._error)
-                do()
-            except Exception as error:  # noqa: BLE001 - passed to those who wait for the operation
-                told = of_torch(error)
-                if self._error is None and not isinstance(told, self._goes_on):
-                    self._error = told
-                handle.end(told)
-            else:
-                handle.end(None)
-            del job, handle, do  # they hold references to tensors
+            self._turn.acquire()
+            self._carry_out(*job)
+            del job  # it holds references to tensors
+        with self._turn:  # what a caller carries out
+            pass
+
+    def _carry_out(self, handle: Handle, do: Callable[[], None]) -> None:
+        """In this thread's turn, which ends."""
+        told: Exception | None = None
+        try:
+            # After a failed operation the ranks are no longer at the same point.
+            if self._error is not None:
+                raise BrokenGroupError(handle.what, self._error)
+            do()
+        except Exception as error:  # noqa: BLE001 - passed to those who wait for the operation
+            told = of_torch(error)
+            if self._error is None and not isinstance(told, self._goes_on):
+                self._error = told
+        except BaseException:  # of a caller that is interrupted
+            told = self._error = self._error or InterruptedError(f"{handle.what} was interrupted")
+            raise
+        finally:
+            self._turn.release()
+            with self._order:
+                self._pending -= 1
+            handle.end(told)
+
+
+def _observed() -> bool:
+    """Whether this thread has modes that see, or change, every operation on tensors."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from zmqtrain.cli.script_options import LaunchCommand
+from zmqtrain.cli.command import Command, Commands, ScriptCommand
 
 app = typer.Typer(
     name="zmqtrain",
+    cls=Commands,
     help="Train a PyTorch model on a few machines over an ordinary network.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -42,7 +43,7 @@ def _root(
     """Train a PyTorch model on a few machines over an ordinary network."""
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON lines only, for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON lines only, for other programs to read.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The topology file.")]
 Run = Annotated[
     str,
@@ -58,7 +59,7 @@ Emulate = Annotated[
 ]
 
 
-@app.command(cls=LaunchCommand, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@app.command(cls=ScriptCommand, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def launch(
     context: typer.Context,
     file: File,
@@ -82,7 +83,7 @@ def launch(
         bool,
         typer.Option(
             "--continue",
-            help="Take over the run FILE whose launcher has died; or, with --run-dir, continue the run there, or start it.",
+            help="Take over the run FILE, whose launcher has died; with --run-dir, continue that directory's run, or start it.",
         ),
     ] = False,
     engine: Annotated[
@@ -94,10 +95,10 @@ def launch(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --submit: print the batch script.")] = False,
 ) -> None:
-    """Train: FILE says what and where. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
+    """Train what FILE describes. A script of your own, and its arguments, may follow: zmqtrain launch FILE script.py ...
 
-    Arguments after the script are the script's. Exit codes: 0 done, 2 bad usage or topology, 3 the task's own code failed,
-    64 to 127 other permanent failures, 128 and above failures that may be temporary.
+    Everything after the script's name is passed to the script. Exit codes: 0 done, 2 bad usage or topology, 3 the task's own code
+    failed, 64 to 127 other permanent failures, 128 and above failures that may be temporary.
     """
     from zmqtrain.cli.launch import run_launch
     from zmqtrain.cli.launch_options import LaunchOptions
@@ -122,11 +123,11 @@ def launch(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def check(
     file: File,
     json_lines: Json = False,
-    data: Annotated[str | None, typer.Option(help="The --data that launch will be given.")] = None,
+    data: Annotated[str | None, typer.Option(help="Where the task will find its data, as for launch.")] = None,
     file_only: Annotated[bool, typer.Option("--file-only", help="Check only the file, and no other machine.")] = False,
     emulate: Annotated[bool, typer.Option("--emulate", help="Check hosts as launch --emulate would place them here.")] = False,
     load: Annotated[
@@ -140,7 +141,7 @@ def check(
 ) -> None:
     """Show what a launch of FILE would do, and what would prevent it.
 
-    If hosts are other machines, it checks them, too: names, ports, bandwidth and round trips, clocks, versions, free space, keys.
+    Hosts that are other machines are checked, too: names, ports, bandwidth and round trips, clocks, versions, free space, keys.
     """
     from zmqtrain.cli.check import run_check
     from zmqtrain.cli.launch_options import with_engine
@@ -157,18 +158,20 @@ def check(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def simulate(
     file: File,
     json_lines: Json = False,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the simulation instead of the job's; with --seeds, the first one.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=0, help="Try this many seeds, and report those that break an invariant.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Try this many seeds, and report those that break an invariant.")
+    ] = 0,
     faults: Annotated[
-        str, typer.Option(help="file: the schedule in FILE. random: a schedule drawn from each seed. none.")
+        str, typer.Option(help="file: the schedule in FILE; random: one drawn from each seed; none: no faults.")
     ] = "file",
-    jobs: Annotated[int, typer.Option(min=0, help="Processes that try seeds. 0: one per processor.")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, metavar="N", help="Processes that try seeds. 0: one per processor.")] = 0,
     data: Data = None,
     run_dir: RunDirectory = None,
     settings: Settings = None,
@@ -193,7 +196,7 @@ def simulate(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def plan(
     file: File,
     json_lines: Json = False,
@@ -214,15 +217,15 @@ def plan(
         ),
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Also compare the model, divided so, with the ordinary one, on a few samples.")
+        bool, typer.Option("--verify", help="Also compare the divided model with the undivided one, on a few samples.")
     ] = False,
     data: Data = None,
     settings: Settings = None,
 ) -> None:
     """Choose how to divide each layer over FILE's compute group (by model, domain or batch, and on which grid), and show why.
 
-    Computed from a cost model: nothing is trained, and run only with --measure and --verify. FILE needs a task, a profile, or a
-    table of layers (plan.layers).
+    The answer comes from a cost model; nothing runs, except with --measure and --verify. FILE needs a task, a profile, or a table
+    of layers (plan.layers).
     """
     from zmqtrain.cli.plan import run_plan
 
@@ -243,7 +246,7 @@ def plan(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def tune(
     file: File,
     json_lines: Json = False,
@@ -254,7 +257,8 @@ def tune(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help="omnivore (default), default, sync, async, bayesian, or all. May be repeated to compare several in one table."
+            metavar="NAME",
+            help="omnivore (default), default, sync, async, bayesian, or all. May be repeated to compare several in one table.",
         ),
     ] = None,
     curves: Annotated[
@@ -265,12 +269,13 @@ def tune(
     ] = False,
     resume: Annotated[Path | None, typer.Option(help="Continue the search in this folder.")] = None,
     data: Data = None,
-    run_dir: Annotated[Path | None, typer.Option(help="The folder. Default: the next runs/NAME-tune-NNN.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The search's folder. Default: the next runs/NAME-tune-NNN.")] = None,
     settings: Settings = None,
 ) -> None:
     """Find the number of compute groups, momentum and learning rate that reach the target soonest, and train with them.
 
-    Omnivore's automatic optimizer: trials from one checkpoint, at most a tenth of the time. See docs/tuning.md.
+    This is Omnivore's automatic optimizer: short trials from one checkpoint, which take at most a tenth of the time. See
+    docs/tuning.md.
     """
     from zmqtrain.cli.tune import How, names_of, run_tune
 
@@ -278,7 +283,7 @@ def tune(
     raise typer.Exit(run_tune(file, how, json_lines=json_lines, data=data, run_dir=run_dir, settings=settings or ()))
 
 
-@app.command()
+@app.command(cls=Command)
 def profile(
     target: Annotated[
         str, typer.Argument(metavar="TASK_OR_FILE", help="A task such as file.py:task, or a topology file with one.")
@@ -289,21 +294,25 @@ def profile(
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Batch size for the table of layers. Default: a worker's part in FILE, or else the best."),
+        typer.Option(
+            min=1, metavar="N", help="Batch size for the table of layers. Default: a worker's part in FILE, or else the best."
+        ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of threads. Default: try several.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of threads. Default: try several.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N instead of the file's.")] = None,
     links: Annotated[bool, typer.Option("--links", help="Measure the network between FILE's hosts instead of the model.")] = False,
     emulate: Annotated[bool, typer.Option("--emulate", help="With --links: between emulated hosts, on this machine.")] = False,
     shaping: Annotated[str | None, typer.Option(help="With --emulate: namespaces, paced, or auto.")] = None,
     data: Data = None,
-    seconds: Annotated[float, typer.Option(min=0.01, max=600, help="Time for each batch size and number of threads.")] = 1.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, max=600, metavar="SECONDS", help="Time for each batch size and number of threads.")
+    ] = 1.0,
     json_lines: Json = False,
     settings: Settings = None,
 ) -> None:
-    """Measure a task's model on this machine: each layer, both phases, the best batch and threads, and the processor's peak.
+    """Measure a task's model on this machine: each layer forward and backward, the best batch and threads, the processor's peak.
 
-    With --links: bandwidth and latency between hosts. Planners and modelled devices use the profile that --out writes.
+    With --links, measure bandwidth and latency between hosts instead. The planner and modelled devices read what --out writes.
     """
     from zmqtrain.cli.profile import run_profile
 
@@ -325,7 +334,7 @@ def profile(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def render(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="kubernetes: a JobSet with its Secret and ConfigMap.")],
     file: File,
@@ -337,7 +346,7 @@ def render(
     raise typer.Exit(run_render(kind, file, settings=settings or ()))
 
 
-@app.command()
+@app.command(cls=Command)
 def schema() -> None:
     """Print the topology file's schema as JSON Schema."""
     from zmqtrain.cli.schema import run_schema
@@ -353,7 +362,7 @@ def bench() -> None:
     raise UsageError("benchmarks are not part of the package: run `python -m benchmarks NAME` in a checkout of zmqtrain")
 
 
-@app.command()
+@app.command(cls=Command)
 def status(run: Run = "latest", json_lines: Json = False) -> None:
     """Show the state of a run."""
     from zmqtrain.cli.runs import run_status
@@ -361,21 +370,22 @@ def status(run: Run = "latest", json_lines: Json = False) -> None:
     raise typer.Exit(run_status(run, json_lines=json_lines))
 
 
-@app.command("runs")
+@app.command("runs", cls=Command)
 def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where the run directories are.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the run directories are.")] = Path("runs"),
     json_lines: Json = False,
 ) -> None:
-    """List the runs of a folder, the oldest first, with their state and results."""
+    """List the runs in a folder, oldest first, with their states and results."""
     from zmqtrain.cli.runs import run_list
 
     raise typer.Exit(run_list(folder, json_lines=json_lines))
 
 
-@app.command()
+@app.command(cls=Command)
 def report(
     runs: Annotated[
-        list[str] | None, typer.Argument(help="Runs: paths, names such as NAME-NNN, or latest. Several are drawn on one page.")
+        list[str] | None,
+        typer.Argument(metavar="RUN", help="Runs: paths, names such as NAME-NNN, or latest. Several are drawn on one page."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="The file to write. Default: report.html in the directory of the (first) run.")
@@ -389,94 +399,111 @@ def report(
     raise typer.Exit(run_report(runs or ["latest"], output=output, json_lines=json_lines, open_it=open_it))
 
 
-@app.command()
+@app.command(cls=Command)
 def dashboard(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[RUN]", help="The run to show first, or a folder of runs. Default: runs.", autocompletion=_runs_like
-        ),
+        typer.Argument(metavar="RUN", help="The run to show first, or a folder of runs. Default: runs.", autocompletion=_runs_like),
     ] = None,
-    address: Annotated[str, typer.Option(help="Where to listen. Other machines reach the default through ssh only.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default: 8790, or any if that is taken. 0: any.")] = None,
+    address: Annotated[str, typer.Option(help="Where to listen. Other machines reach the default only through ssh.")] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, metavar="PORT", help="Default: 8790, or any free port if that is taken. 0: any free port."),
+    ] = None,
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     json_lines: Json = False,
 ) -> None:
-    """Show runs in the browser while they train and after: curves, step times, workers, events; two runs laid over each other.
+    """Show runs in the browser, while they train and afterwards: curves, step times, workers, events; or two runs compared.
 
-    The address that it prints has a token, without which nothing is shown. Runs can be stopped there, and keep checkpoints.
+    The printed address contains a token, without which nothing is shown. Buttons write a checkpoint, stop a run or drain a host.
     """
     from zmqtrain.cli.dashboard import run_dashboard
 
     raise typer.Exit(run_dashboard(run, address=address, port=port, open_it=open_it, json_lines=json_lines))
 
 
-@app.command()
+@app.command(cls=Command)
 def top(run: Run = "latest") -> None:
-    """Show a run on the terminal while it trains and after: what the dashboard shows, as text. Ends with q or Ctrl-C.
+    """Show a run in the terminal, while it trains and afterwards: the dashboard as text. Leave it with q or Ctrl-C.
 
-    Without a terminal it prints the run's present state, and ends. The run is left alone.
+    Without a terminal it prints the run's current state once. The run itself is not touched.
     """
     from zmqtrain.cli.top import run_top
 
     raise typer.Exit(run_top(run))
 
 
-@app.command()
+@app.command(cls=Command)
 def attach(run: Run = "latest", json_lines: Json = False) -> None:
-    """Show a run that was launched in another terminal, or with --detach. Ctrl-C leaves it alone."""
+    """Follow a run that was launched in another terminal, or with --detach. Ctrl-C stops following; the run goes on."""
     from zmqtrain.cli.attach import run_attach
 
     raise typer.Exit(run_attach(run, json_lines=json_lines))
 
 
-@app.command()
+@app.command(cls=Command)
 def stop(
     run: Run,
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Fail (code 66) if no checkpoint of the last step was kept.")
     ] = False,
 ) -> None:
-    """Stop a run on all its hosts as Ctrl-C would, even if its launcher is gone.
+    """Stop a run on all its hosts, as Ctrl-C would, even if its launcher is gone.
 
-    It stops with a checkpoint where it can. To stop it at once, use this twice.
+    Where it can, the run writes a checkpoint first. To stop it at once, use the command twice.
     """
     from zmqtrain.cli.runs import run_stop
 
     raise typer.Exit(run_stop(run, checkpoint=checkpoint))
 
 
-@app.command()
-def drain(run: Run, host: Annotated[str, typer.Argument(help="Its name in the topology file.")]) -> None:
-    """Let a host leave an elastic run, which trains on without it. Returns when the host can be switched off.
+@app.command(cls=Command)
+def drain(run: Run, host: Annotated[str, typer.Argument(metavar="HOST", help="Its name in the topology file.")]) -> None:
+    """Take a host out of an elastic run, which trains on without it. Returns when the host can be switched off.
 
-    Its workers end at once, and the others train the batches that these had begun. A host with model servers cannot leave.
+    Its workers end at once, and the others train the batches that they had begun. A host with model servers cannot leave.
     """
     from zmqtrain.cli.drain import run_drain
 
     raise typer.Exit(run_drain(run, host))
 
 
-@app.command()
-def logs(
+@app.command(cls=Command)
+def join(
     run: Run = "latest",
-    role: Annotated[str | None, typer.Argument(metavar="[ROLE]", help="One role, such as worker/3.")] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Also print what comes, until the run ends. Ctrl-C leaves the run alone.")
+    show: Annotated[
+        bool, typer.Option(help="Print the command for another machine instead. It has the run's token: keep it secret.")
     ] = False,
 ) -> None:
-    """Print what the roles of a run have printed."""
+    """Take part in an elastic all-reduce run that trains, with another worker on this machine, until it has ended.
+
+    `[job] max_workers` says how many workers it may have. Ctrl-C leaves; the others train on.
+    """
+    from zmqtrain.cli.join import run_join
+
+    raise typer.Exit(run_join(run, show=show))
+
+
+@app.command(cls=Command)
+def logs(
+    run: Run = "latest",
+    role: Annotated[str | None, typer.Argument(metavar="ROLE", help="One role, such as worker/3.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends. Ctrl-C does not stop the run.")
+    ] = False,
+) -> None:
+    """Print what the processes of a run have printed."""
     from zmqtrain.cli.runs import run_logs
 
     raise typer.Exit(run_logs(run, role, follow=follow))
 
 
-@app.command(cls=LaunchCommand, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@app.command(cls=ScriptCommand, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def agent(
     context: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="The topology file, if all nodes run this command: the first node launches it."),
+        typer.Argument(metavar="FILE", help="The topology file, if all nodes run this command: the first node launches it."),
     ] = None,
     data: Annotated[str | None, typer.Option(help="As in zmqtrain launch.")] = None,
     resume: Annotated[str | None, typer.Option(help="As in zmqtrain launch.")] = None,
@@ -486,8 +513,8 @@ def agent(
     """Take part in a run as one of its hosts. The environment says where the launcher is, and which host this is.
 
     It knows the variables of Slurm, Kubeflow, SkyPilot, Kubernetes JobSets and torch.distributed; ZMQTRAIN_COORDINATOR (HOST:PORT),
-    ZMQTRAIN_NAME or ZMQTRAIN_NODE_RANK, and ZMQTRAIN_NODES take precedence over them. ZMQTRAIN_TOKEN or ZMQTRAIN_TOKEN_FILE has
-    the run's secret. With FILE, and perhaps a script and its arguments, node 0 is the launcher, too.
+    ZMQTRAIN_NAME or ZMQTRAIN_NODE_RANK, and ZMQTRAIN_NODES take precedence over them. ZMQTRAIN_TOKEN or ZMQTRAIN_TOKEN_FILE
+    holds the run's secret. With FILE, and perhaps a script and its arguments, node 0 is the launcher, too.
     """
     from zmqtrain.cli.agent import run_agent_command
 
@@ -495,17 +522,14 @@ def agent(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def version() -> None:
     """Print the versions that hosts must agree on."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as version_of
+    from zmqtrain.versions import PACKAGES, versions
 
-    for package in ("zmqtrain", "torch", "pyzmq", "msgpack", "numpy"):
-        try:
-            print(package, version_of(package))
-        except PackageNotFoundError:
-            print(package, "not installed")
+    found = versions()
+    for package in (*PACKAGES, "python"):
+        print(package, found.get(package, "not installed"))
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from zmqtrain.observe.run_directory import find_run, log_name, runs_of, training
 from zmqtrain.observe.sums import SUMS
 from zmqtrain.observe.tail import Tail
 from zmqtrain.train.checkpoint.folder import find_checkpoints
+from zmqtrain.words import counted
 
 #: Seconds between two looks at what a run has printed.
 LOOK_S = 0.2
@@ -116,7 +117,7 @@ def _stop_launcher(path: Path) -> None:
         _wait_for_end(process)
     here = Left.of(path).stop() if process is None else 0
     if here:
-        print(f"{path}: its launcher was gone; {here} agent(s) on this machine were stopped, with their roles")
+        print(f"{path}: its launcher was gone; stopped {counted(here, 'agent')} on this machine, with all roles")
     hosts = asyncio.run(stop_hosts(path))
     if process is None:
         (path / NAME).unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from zmqtrain.topology.rounded import rounded_time
 from zmqtrain.topology.schema import Topology
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Decision, Outcome, Trial
+from zmqtrain.words import counted
 
 
 class Shown:
@@ -32,7 +33,8 @@ class Shown:
         if self._json:
             return self._line(row)
         speeds = ", ".join(f"{groups}: {rounded_time(space.update_s[groups])}" for groups in space.groups)
-        self._print(f"{topology.job.name}: {topology.compute.workers} workers as {', '.join(map(str, space.groups))} groups")
+        numbers = ", ".join(map(str, space.groups)) + (" groups" if max(space.groups) > 1 else " group")
+        self._print(f"{topology.job.name}: {counted(topology.compute.workers, 'worker')} as {numbers}")
         return self._print(f"predicted time of an update by groups: {speeds}; all results: {folder}")
 
     def begins(self, trial: Trial) -> None:

@@ -54,7 +54,7 @@ from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope as StepScope
 from zmqtrain.train.shares import in_step
-from zmqtrain.train.task import check_model
+from zmqtrain.train.task import check_lookups, check_model
 from zmqtrain.train.verifying import one_of_each
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -143,6 +143,7 @@ class Core:
         check_script(self.context.topology, resume=self.context.resume)
         check_session(self.context.topology, self.context.placement.groups, overlap=overlap)
         check_model(model)
+        check_lookups(model, self.context.topology)
         served = self.context.topology.exchange.kind == "model_server"
         check_optimizer(model, optimizer, served=served)
         topology, timeouts = self.context.topology, self.context.timeouts

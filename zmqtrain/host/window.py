@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zmqtrain.collectives.group import bounds
-from zmqtrain.host.adopted import ADOPTIONS, Adoptions
+from zmqtrain.host.adopted import ADOPTIONS, LEAST_BYTES, Adoptions
 from zmqtrain.host.in_place import NBYTES as PLACE_BYTES
 from zmqtrain.host.in_place import InPlace, Place, edges_of
 from zmqtrain.host.sums import Combine, sum_into
@@ -26,6 +26,8 @@ from zmqtrain.host.team import Team, Word
 #: Bytes of a half, for each process: larger ones mean fewer waits, each of which costs more with more processes; smaller ones stay
 #: in smaller caches. (Offering chunks ahead of the others, to avoid waiting, was slower: more chunks then share the cache.)
 CHUNK_BYTES = 1 << 20
+#: Up to here in all, each process sums whole tensors by itself: one wait less costs more than the arithmetic does.
+WHOLE_BYTES = 512 * 1024
 _ALIGNMENT = 64
 #: For each half: what a member says of the operation that begins there.
 _HEADER_BYTES = 128
@@ -99,6 +101,10 @@ class Window:
     def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:
         """``flat`` becomes the combination of all members' tensors in the order of their ranks; only on the member ``root``, if it
         is given, and the others' stay unchanged."""
+        nbytes = flat.numel() * flat.element_size()
+        if nbytes * self.size <= min(WHOLE_BYTES, self._chunk):
+            self._reduce_whole(flat, combine, what, receives=root in (None, self.rank))
+            return
         place = Place() if root is not None else self._in_place.offer(flat)
         if place.number:
             half = self._half
@@ -112,8 +118,17 @@ class Window:
                 return
             told = True
         else:
-            told = root is not None
+            told = root is not None or nbytes < LEAST_BYTES
         self._reduce_through(flat, combine, what, root, told=told)
+
+    def _reduce_whole(self, flat: Tensor, combine: Combine, what: str, *, receives: bool) -> None:
+        """In one chunk, all of which each process reads."""
+        half = self._half
+        windows = [halves[half][: flat.numel() * flat.element_size()].view(flat.dtype) for halves in self._halves]
+        windows[self.rank].copy_(flat)
+        self._arrive(what)
+        if receives:
+            sum_into([flat], windows, combine=combine)
 
     def _reduce_through(self, flat: Tensor, combine: Combine, what: str, root: int | None, *, told: bool) -> None:
         """Chunk by chunk. ``told``: this member has said where its tensor lies, or nobody asks."""

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.durable import replace_file
 from zmqtrain.errors import HostLostError, UsageError, ZmqTrainError
 
 #: Tells a launcher to look for requests.
@@ -43,7 +44,7 @@ def ask(path: Path, pid: int, request: Mapping[str, str], *, lives: Callable[[],
     file, answer = folder / f"{os.getpid()}.json", folder / f"{os.getpid()}.answer"
     try:
         answer.unlink(missing_ok=True)
-        _write(file, request)
+        replace_file(file, json.dumps(dict(request)))
         with suppress(ProcessLookupError):
             os.kill(pid, LOOK)
         while not answer.exists():
@@ -85,7 +86,7 @@ class Asked:
                 except ZmqTrainError as error:
                     text, refused = str(error), True
                 with suppress(OSError):  # who asked is gone
-                    _write(file.with_suffix(".answer"), {"text": text, "refused": refused})
+                    replace_file(file.with_suffix(".answer"), json.dumps({"text": text, "refused": refused}))
 
     @staticmethod
     def _take(file: Path) -> Mapping[str, Any]:
@@ -108,9 +109,3 @@ def heeds(pid: int, number: signal.Signals) -> bool:
         return False
     caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (number - 1) & 1)
-
-
-def _write(file: Path, values: Mapping[str, object]) -> None:
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps(values), encoding="utf-8")
-    os.replace(temporary, file)

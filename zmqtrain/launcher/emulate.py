@@ -31,6 +31,7 @@ from zmqtrain.net.shaping import SHAPING, LinkShape, Shaping, ShapingPlan
 from zmqtrain.topology.links import NetworkModel, links_of
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Host, Topology
+from zmqtrain.words import counted
 
 ShapingKind: TypeAlias = Literal["auto", "namespaces", "paced"]
 KINDS: tuple[ShapingKind, ...] = get_args(ShapingKind)
@@ -118,7 +119,7 @@ async def emulated(topology: Topology, placement: Placement, emulation: Emulatio
         namespaces, why = await _namespaces(stack, model, emulation)
         kind: ShapingKind = "paced" if namespaces is None else "namespaces"
         plan = plan_of(model, host_of, nics=namespaces is None).write(folder)
-        said = [f"emulated: {len(placement.hosts)} host(s) on this machine, {_IN_WORDS[kind]}{why}"]
+        said = [f"emulated: {counted(len(placement.hosts), 'host')} on this machine, {_IN_WORDS[kind]}{why}"]
         if factor != 1:
             said.append(f"{factor:g} times slower than reported")
         if any(way.jitter or way.loss for way in (model.way, *model.ways.values())):

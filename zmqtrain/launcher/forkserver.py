@@ -34,7 +34,7 @@ from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
 LARGEST_MESSAGE = 1 << 20
 #: The function that children call by default.
 ENTRY = "zmqtrain.launcher.child:main"
-#: The variable with the file descriptor of a channel at whose other end a fork server is or will be (`zmqtrain.launcher.zygote`).
+#: The variable that says where the channel is (`channel_at`) at whose other end a fork server is or will be.
 ADOPTED = "ZMQTRAIN_FORK_CHANNEL"
 #: Seconds that a server may take to end the processes that are left.
 END_S = 5.0
@@ -73,11 +73,11 @@ class ForkServer:
         self._number = 0
 
     async def __aenter__(self) -> ForkServer:
-        inherited = os.environ.get(ADOPTED)
-        if inherited is None:
+        running = os.environ.get(ADOPTED)
+        if running is None:
             await self._start()
         else:
-            self._adopt(socket.socket(fileno=int(inherited)))
+            self._adopt(channel_at(running))
         return self
 
     def _adopt(self, channel: socket.socket) -> None:
@@ -230,6 +230,26 @@ def serve(channel: socket.socket, entry: Callable[[int], int]) -> None:
             fork_for_messages(channel, become, files=2, forked=forked, ended=ended)
     finally:
         end_descendants()
+
+
+def channel_at(place: str) -> socket.socket:
+    """The channel to a process that forks, which runs already.
+
+    Args:
+        place: the number of the file that this process has inherited; or the path of a Unix socket (``SOCK_SEQPACKET``), at which
+            each connection is a channel of its own.
+
+    Raises `HostLostError` if nothing listens there.
+    """
+    if place.isdecimal():
+        return socket.socket(fileno=int(place))
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        channel.connect(place)
+    except OSError as error:
+        channel.close()
+        raise HostLostError(f"no process forks at {place} ({error.strerror})") from error
+    return channel
 
 
 def fork_for_messages(

@@ -6,7 +6,8 @@ forks a fork server from it for each host. The fork server is at the other end o
 environment and network namespace, and ends with the channel, that is, with its agent.
 
 A program that launches many short runs can import once for all of them: it forks a process that calls `serve_launcher` for each
-launch, and the launcher inherits the channel to it (`RUNNING`).
+launch, and the launcher inherits the channel to it (`RUNNING`). Where many launches or agents are to find such a process that they
+have inherited nothing from, it listens at a path instead (`zmqtrain.launcher.forkserver.channel_at`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from zmqtrain.launcher.forkserver import (
     END_S,
     ENTRY,
     LARGEST_MESSAGE,
+    channel_at,
     ended_by_itself,
     fork_for_messages,
     import_entry,
@@ -38,7 +40,7 @@ from zmqtrain.launcher.forkserver import (
 from zmqtrain.launcher.namespaces import enter_network
 from zmqtrain.launcher.signals import heed_no_preemption
 
-#: Names the file of a channel to a zygote that is running already, for a launcher that inherits it. It serves one launch.
+#: Says where the channel to a zygote is that is running already (`channel_at`). It serves one launch.
 RUNNING = "ZMQTRAIN_ZYGOTE_CHANNEL"
 
 
@@ -55,9 +57,9 @@ class Zygote:
         self._asked = False  # for a fork server
 
     async def __aenter__(self) -> Self:
-        inherited = os.environ.pop(RUNNING, None)
-        if inherited is not None:
-            self._socket = socket.socket(fileno=int(inherited))
+        running = os.environ.pop(RUNNING, None)
+        if running is not None:
+            self._socket = channel_at(running)
             self._socket.set_inheritable(False)
             return self
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -125,15 +127,21 @@ def serve_launcher(requests: socket.socket, entry: Callable[[int], int]) -> None
     parent = os.getpid()
 
     def become(_message: bytes, files: list[int]) -> NoReturn:
-        _become(files[0], parent, entry)
+        serve_agent(files[0], parent, entry)
 
     fork_for_messages(requests, become, files=1, forked=lambda *_: None, ended=lambda *_: None)
     # Fork servers that are left end with their agents, and first the processes below them.
     psutil.wait_procs(psutil.Process().children(), timeout=END_S)
 
 
-def _become(file: int, parent: int, entry: Callable[[int], int]) -> NoReturn:
-    """The fork server of the agent that holds the channel's other end; never returns."""
+def serve_agent(file: int, parent: int, entry: Callable[[int], int]) -> NoReturn:
+    """Be the fork server of the agent that holds the channel's other end; never returns.
+
+    Args:
+        file: of the channel.
+        parent: the process that this one was forked from, and whose end it does not outlive before its agent has come.
+        entry: what its children call (`import_entry`).
+    """
     code = 1
     try:
         die_with_parent(parent)

@@ -30,7 +30,6 @@ from zmqtrain.errors import (
 from zmqtrain.membership.actions import (
     Action,
     Answer,
-    Discard,
     Drop,
     End,
     Failure,
@@ -43,6 +42,8 @@ from zmqtrain.membership.actions import (
 )
 from zmqtrain.membership.barrier import Barriers, name_some
 from zmqtrain.membership.chains import Chains
+from zmqtrain.membership.heard import Heard
+from zmqtrain.membership.joins import Joins
 from zmqtrain.membership.ledger import (
     CHAINS,
     MEMBER,
@@ -84,11 +85,13 @@ class Roster:
         patient: bool = False,
         chains: Chains | None = None,
         ledger: Mapping[str, Any] | None = None,
+        spare: Iterable[Member] = (),
     ) -> None:
         """``elastic``: the run continues without workers that are lost, and admits workers that come back. ``chains``: the same of
         model servers, as long as each shard is left on one. ``patient``: members may
         lose touch with the coordinator for a while, so that a broken link alone does not say that one is lost. ``ledger``: what
-        another roster of this run has left (`ledger`), of a run in which all had joined; this one goes on from there."""
+        another roster of this run has left (`ledger`), of a run in which all had joined; this one goes on from there. ``spare``:
+        members that may come once the run has begun."""
         self.state = State.JOINING
         self.halt_reason: Mapping[str, Any] | None = None
         self.failures: list[Failure] = []
@@ -98,16 +101,14 @@ class Roster:
         self._losses: list[str] = []  # losses after which the run continued
         self._told = 0  # the version of the newest view that was sent to all
         self._timeouts = timeouts
-        self._members = MemberTable(expected)
-        self._heard: dict[str, float] = {}  # host -> time of the agent's last message
-        self._joining: dict[PeerId, Ticket] = {}  # roles that wait for the complete view
+        self._members = MemberTable(expected, spare)
+        self._heard = Heard(timeouts, now)
+        self._joining = Joins()
         self._barriers = Barriers(timeouts.barrier_s)
         self._version = 0
         self._everyone: tuple[tuple[int, bool], tuple[PeerId, ...]] = (-1, False), ()
         self._complete = False
         self._join_deadline = now + timeouts.join_s
-        self._last_tick = now
-        self._stood_still = (float("-inf"), 0.0)  # when this process had last stood still, and for how long
         self._end_deadline: float | None = None
         self._end_reason = ""
         if ledger is not None:
@@ -135,8 +136,8 @@ class Roster:
         for name, value in ledger.items():
             if name.startswith(OPENED):
                 self._barriers.remember(name.removeprefix(OPENED), value)
+        self._heard.restore([host for host, entry in self._members.agents.items() if entry.here], now)
         patience_s = self._timeouts.lost_s  # in which the members find this process
-        self._heard = {host: now + patience_s for host, entry in self._members.agents.items() if entry.here}
         if self.state is State.FINISHING:
             self._end_deadline = now + self._timeouts.request_s + patience_s
         elif self.state is State.FAILED:
@@ -181,9 +182,15 @@ class Roster:
         stopped = self.halt_reason is not None and not self._complete
         kinds = ("worker", "agent", "server") if self._chains else ("worker", "agent")
         again = self._elastic and self.state is State.RUNNING and entry.member.kind in kinds
-        if again and entry.presence in (Presence.HERE, Presence.LOST) and entry.incarnation != incarnation and not stopped:
+        able = (Presence.HERE, Presence.LOST, Presence.ABSENT)
+        if again and entry.presence in able and entry.incarnation != incarnation and not stopped:
+            agent = self._members.agents.get(entry.member.host)
+            if entry.presence is Presence.ABSENT and entry.member.is_role and agent is not None and not agent.here:
+                return [Refuse(ticket, PeerLostError(peer, f"nobody vouches for it: {agent.member.peer} has not joined"))]
             return self._join_again(entry, incarnation, address, ticket, now)
-        if entry.presence is Presence.LOST or self.state in (State.FAILED, State.ENDED) or stopped:
+        if entry.presence is Presence.ABSENT and self.state is State.JOINING:
+            return [Refuse(ticket, UsageError(f"{peer} may join once all members with which the run begins have joined"))]
+        if entry.presence in (Presence.LOST, Presence.ABSENT) or self.state in (State.FAILED, State.ENDED) or stopped:
             why = entry.reason or self._end_reason or "the run was stopped"
             return [Refuse(ticket, PeerLostError(peer, f"it is too late to join: {why}"))]
         actions: list[Action] = []
@@ -192,13 +199,13 @@ class Roster:
                 reason = "it came back as another process, and its state is lost"
                 error = PeerLostError(peer, reason)
                 return [Refuse(ticket, error), *self._lose(entry, reason, error, now)]
-            actions += self._discard_join(peer, f"another process has joined as {peer}")
+            actions += self._joining.discard(peer, f"another process has joined as {peer}")
         elif entry.presence is Presence.LEFT:
             return [Refuse(ticket, ProtocolError(f"{peer} has left already"))]
         changed = not entry.here or entry.incarnation != incarnation or entry.member.address != address
         entry.welcome(incarnation, address[:LONGEST_TEXT])
         if entry.member.kind == "agent":
-            self._heard[entry.member.host] = now
+            self._heard.note(entry.member.host, now)
         if changed:
             self._version += 1
             values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": without_key(address)}
@@ -209,8 +216,8 @@ class Roster:
             if gone is not None:
                 error = PeerLostError(gone.member.peer, gone.reason, waiting_for="all members to join")
                 return [*actions, Refuse(ticket, error)]
-            actions += self._refuse_join(peer, ProtocolError(f"{peer} has asked again"))
-            self._joining[peer] = ticket
+            actions += self._joining.refuse(peer, ProtocolError(f"{peer} has asked again"))
+            self._joining.wait(peer, ticket)
             return actions + self._maybe_complete()
         # An agent needs no other members: to tell each of the thousands that have come so far would take minutes.
         alone = entry.member.kind == "agent" and not self._complete
@@ -238,7 +245,7 @@ class Roster:
         entry.welcome(incarnation, address[:LONGEST_TEXT], ready=not entry.member.is_role)
         entry.exited = False
         if entry.member.kind == "agent":
-            self._heard[entry.member.host] = now
+            self._heard.note(entry.member.host, now)
         self._version += 1
         reason = f"{peer} joined the run in progress"
         values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "address": without_key(address), "late": True}
@@ -257,7 +264,7 @@ class Roster:
         entry.cut = None
         if entry.member.kind == "agent":
             if entry.here:
-                self._heard[entry.member.host] = now
+                self._heard.note(entry.member.host, now)
             finish = self.state is State.ENDED
         else:
             finish = entry.member.kind != "worker" and self.state in (State.FINISHING, State.ENDED)
@@ -369,7 +376,7 @@ class Roster:
         entry = self._members.get(peer)
         if entry is None or entry.member.kind != "agent" or not entry.here:
             return []
-        self._heard[entry.member.host] = now
+        self._heard.note(entry.member.host, now)
         living = set(alive)
         actions: list[Action] = []
         for other in self._members.roles_of(entry.member.host):
@@ -397,7 +404,7 @@ class Roster:
         entry, judge = self._members.get(peer), self._members.get(agent)
         if entry is None or judge is None or judge.member.kind != "agent" or judge.member.host != entry.member.host or entry.exited:
             return []
-        self._heard[judge.member.host] = now
+        self._heard.note(judge.member.host, now)
         entry.exited = True
         left = entry.presence is Presence.LEFT
         never_joined = entry.presence is Presence.EXPECTED and not self._joining
@@ -457,8 +464,7 @@ class Roster:
         told = f"{peer} stops the run: {reason.get('message', 'no reason given')}"
         values: dict[str, Any] = {"peer": peer, "reason": dict(reason)}
         actions: list[Action] = [Note("halt", values, told)]
-        for waiting in list(self._joining):
-            actions += self._refuse_join(waiting, PeerLostError(peer, told, waiting_for="all members to join"))
+        actions += self._joining.refuse_without(peer, told)
         self._halt_told = {"kind": "halt", "peer": peer, **reason}
         return [*actions, *self._tell_all("halt", self._halt_told, told)]
 
@@ -474,7 +480,7 @@ class Roster:
         if entry.member.kind == "agent" and self._patient and self._complete:
             return []  # it may find its way back, and its heartbeats tell whether it does
         if entry.member.kind == "agent":
-            why = self._why_an_agent_is_gone(entry.member.host, reason, now)
+            why = self._heard.why_gone(entry.member.host, reason, now)
             return self._lose(entry, why, HostLostError(f"lost the host {entry.member.host}: {why}"), now)
         vouched_for = entry.member.host in self._members.agents
         spared = entry.member.kind == "worker" or (entry.member.kind == "server" and self._chains.spare(peer))
@@ -484,7 +490,7 @@ class Roster:
             return []
         if self.state is State.JOINING:  # it may come back as another process; if not, the join time-out names it
             entry.presence, self._version = Presence.EXPECTED, self._version + 1
-            return self._discard_join(peer, reason)
+            return self._joining.discard(peer, reason)
         return self._lose(entry, reason, HostLostError(f"lost {peer} on {entry.member.host}: {reason}"), now)
 
     def handle_host_ended(self, host: str, reason: str, now: float) -> list[Action]:
@@ -492,7 +498,7 @@ class Roster:
         entry = self._members.agents.get(host)
         if entry is None or entry.gone or self.state is State.ENDED:
             return []
-        why = self._why_an_agent_is_gone(host, reason, now)
+        why = self._heard.why_gone(host, reason, now)
         return self._lose(entry, why, HostLostError(f"lost the host {host}: {why}"), now)
 
     # Time ---------------------------------------------------------------------------------------------------------------------
@@ -501,22 +507,19 @@ class Roster:
         """When `tick` must be called at the latest; ``None`` once the run has ended."""
         if self.state is State.ENDED:
             return None
-        deadlines = self._barriers.deadlines()
+        deadlines = [*self._barriers.deadlines(), *self._heard.deadlines()]
         if self.state is State.JOINING:
             deadlines.append(self._join_deadline)
         if self._end_deadline is not None:
             deadlines.append(self._end_deadline)
-        if self._heard:
-            # Also once per heartbeat, so that `tick` notices when this very process was suspended.
-            deadlines += [min(self._heard.values()) + self._timeouts.silent_s, self._last_tick + self._timeouts.heartbeat_s]
         return min(deadlines, default=None)
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
-        self._look_at_the_clock(now)
+        self._heard.look(now)
         actions: list[Action] = []
-        for host, heard in list(self._heard.items()):
-            if now >= heard + self._timeouts.silent_s and self.state is not State.ENDED:
+        for host in self._heard.silent(now):
+            if self.state is not State.ENDED:
                 reason = f"its agent has been silent for {self._timeouts.silent_s:g} s"
                 actions += self._lose(self._members.agents[host], reason, HostLostError(f"lost the host {host}: {reason}"), now)
         actions += self._lose_still(now)
@@ -539,24 +542,6 @@ class Roster:
                 actions += self._lose(entry, reason, error, now)
         return actions
 
-    def _look_at_the_clock(self, now: float) -> None:
-        """Notice that this process was suspended (a sleeping machine, a stopped process): the agents' messages wait unread."""
-        stood_still = now - self._last_tick - self._timeouts.heartbeat_s
-        self._last_tick = now
-        if self._heard and stood_still > self._timeouts.silent_s / 2:
-            self._heard = {host: max(heard, now) for host, heard in self._heard.items()}
-        if self._heard and stood_still > self._timeouts.lost_s / 2:
-            self._stood_still = (now, stood_still)
-
-    def _why_an_agent_is_gone(self, host: str, reason: str, now: float) -> str:
-        """``reason``, or that this process was silent for so long that the agent has given up the run."""
-        self._look_at_the_clock(now)
-        when, seconds = self._stood_still
-        if now > when + self._timeouts.request_s:
-            return reason
-        stood = f"the launcher itself stood still for {seconds:.0f} s (stopped, or its machine asleep)"
-        return f"{stood}, and {host} gave it up: {reason}"
-
     # What follows -------------------------------------------------------------------------------------------------------------
 
     def _go(self, state: State) -> None:
@@ -573,14 +558,6 @@ class Roster:
             return ProtocolError(f"{peer} must wait until all members have joined")
         return None
 
-    def _refuse_join(self, peer: PeerId, error: ZmqTrainError) -> list[Action]:
-        ticket = self._joining.pop(peer, None)
-        return [] if ticket is None else [Refuse(ticket, error)]
-
-    def _discard_join(self, peer: PeerId, reason: str) -> list[Action]:
-        ticket = self._joining.pop(peer, None)
-        return [] if ticket is None else [Discard(ticket, reason)]
-
     def _maybe_complete(self) -> list[Action]:
         if self.state is not State.JOINING or self._members.count_here() < len(self._members):
             return []
@@ -590,8 +567,7 @@ class Roster:
         self._go(State.RUNNING)
         reason = f"all {len(self._members)} have joined"
         value = self.view().to_value()
-        answers: list[Action] = [Answer(ticket, value, reason) for ticket in self._joining.values()]
-        self._joining.clear()
+        answers = self._joining.answer_all(value, reason)
         # Agents did not wait; from now on they may be without a coordinator for a while.
         agents = [entry.member.peer for entry in self._members.agents.values()] if self._patient else []
         told = [Push(agent, "view", value, reason) for agent in agents]
@@ -604,13 +580,12 @@ class Roster:
         entry.presence, entry.reason = presence, reason[:LONGEST_TEXT]
         peer = entry.member.peer
         if entry.member.kind == "agent":
-            self._heard.pop(entry.member.host, None)
-        actions = self._refuse_join(peer, PeerLostError(peer, reason))
+            self._heard.forget(entry.member.host)
+        actions = self._joining.refuse(peer, PeerLostError(peer, reason))
         actions += self._barriers.give_up(peer, reason)
         if not self._complete and entry.member.is_role:
             # All members still wait for a view that will never be complete.
-            for waiting in list(self._joining):
-                actions += self._refuse_join(waiting, PeerLostError(peer, reason, waiting_for="all members to join"))
+            actions += self._joining.refuse_without(peer, reason)
         if presence is Presence.LOST:
             actions.append(Drop(peer, reason, entry.incarnation or None))
             actions += self._without_copies_of(peer)
@@ -690,8 +665,7 @@ class Roster:
         )  # one to end, one to be killed and reported
         halt: dict[str, Any] = {"kind": "failure", "peer": failure.peer, "message": failure.reason}
         actions: list[Action] = [Note("failed", {"peer": failure.peer, "reason": failure.reason}, failure.reason)]
-        for waiting in list(self._joining):
-            actions += self._refuse_join(waiting, PeerLostError(failure.peer, failure.reason, waiting_for="all members to join"))
+        actions += self._joining.refuse_without(failure.peer, failure.reason)
         # The view first: it ends waits for lost members, so that a role is free to receive the rest.
         actions += self._tell_all("view", self.view().to_value(), failure.reason)
         self._halt_told = self._halt_told or halt
@@ -726,8 +700,8 @@ class Roster:
         outcome = Outcome.of(self._end_reason if failed else None, self.failures, self.halt_reason, self._losses)
         self._end_reason = outcome.reason
         ended = PeerLostError("coordinator", f"the run has ended: {outcome.reason}")
-        refusals: list[Action] = [Refuse(ticket, ended) for ticket in (*self._barriers.close(), *self._joining.values())]
-        self._joining.clear()
+        refusals: list[Action] = [Refuse(ticket, ended) for ticket in self._barriers.close()]
+        refusals += self._joining.refuse_all(ended)
         agents: list[Action] = [
             Push(agent.member.peer, "finish", None, outcome.reason) for agent in self._members.agents.values() if agent.here
         ]
@@ -739,9 +713,7 @@ class Roster:
         error = PeerTimeoutError(
             named, f"all members to join ({len(missing)} of {len(self._members)} are missing)", self._timeouts.join_s
         )
-        actions: list[Action] = []
-        for waiting in list(self._joining):
-            actions += self._refuse_join(waiting, error)
+        actions = self._joining.refuse_all(error)
         failure = Failure(missing[0].member.peer, missing[0].member.host, None, str(error), None, consequence=False, error=error)
         return actions + self._fail(failure, now)
 

@@ -77,7 +77,7 @@ class MergedStep:
         under_way: deque[tuple[OnItsWay, int]] = deque()
         for number, part in enumerate(parts):
             with self._recorder.span("forward", "compute", step=step):
-                with autocast(self._device, settings.precision), user_code("the model's forward"):
+                with autocast(self._device, settings.precision), user_code("the model's forward"), replica.forward():
                     activations = part.output(replica.model)
                 micro_batch = MicroBatch(step, number, len(parts), part.samples, divisor, changed)
                 under_way.append((self._link.send(micro_batch, activations, part.target), part.samples))

@@ -108,14 +108,16 @@ class SampleAccount:
             return "the run's length is a number of steps: fewer workers train fewer samples in as many steps"
         if self._served:
             return "model servers have not got them"
-        return "they were those of workers that were lost, or not back yet: without model servers the others do not train them"
+        return "they belonged to workers that were lost or not back yet, and without model servers the others do not train them"
 
 
 def account_lines(account: Mapping[str, Any] | None) -> Sequence[str]:
     """What is said about the account at the end of a run: nothing if all is well."""
     if account is None or not (account["lost"] or account["repeated"]):
         return []
-    parts = [f"{account['counted']:,} of {account['due']:,} samples count"]
+    parts = [f"{account['counted']:,} of {account['due']:,} samples count in the model"]
     if account["repeated"]:
         parts.append(f"{account['repeated']:,} more than once")
-    return ["; ".join(parts) + (f": {account['why']}" if account["why"] else "")]
+    if account["why"]:
+        parts.append(f"the rest do not: {account['why']}")
+    return ["; ".join(parts)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.durable import replace_file
 from zmqtrain.errors import RunDirectoryError, UsageError
 from zmqtrain.observe.append_file import AppendFile
 from zmqtrain.observe.strict_json import dumps
@@ -126,14 +127,8 @@ class RunDirectory:
 
     def write(self, name: str, text: str) -> None:
         """Write a file atomically: readers never see an incomplete file. Raises `RunDirectoryError`."""
-        temporary = self.path / f".{name}.tmp"
         try:
-            try:
-                temporary.write_text(text, encoding="utf-8")
-                os.replace(temporary, self.path / name)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
+            replace_file(self.path / name, text)
         except OSError as error:
             raise RunDirectoryError(self.path / name, error.strerror or str(error)) from error
 

@@ -20,9 +20,11 @@ class Paired:
     """Features in one of them."""
     fewest: int
     """Units of the layer of the pair that has the fewest: keys that several queries share."""
+    packs: int = 1
+    """How many activations one layer makes, one after another: queries, keys and values. Units and sizes are those of each."""
 
     def divisions(self, rows: int) -> Divisions | None:
-        """Of its features; ``None`` where the layers of the pair would not be divided alike."""
+        """Of its features, or of the first of its activations; ``None`` where the layers of the pair would not be divided alike."""
         few = bounds(self.fewest, rows)
         many = bounds(self.units, rows)
         if self.fewest < rows or scaled(few, self.units // self.fewest) != many:

@@ -30,6 +30,7 @@ from zmqtrain.svg import Picture
 from zmqtrain.topology.rounded import rounded_rate, rounded_time
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.target import Target, job_of
+from zmqtrain.words import counted
 
 _GROUPS = {"compute": "#bbbbbb", "waits for the network": "#d55e00", "waits for other groups": "#56b4e9"}
 
@@ -127,7 +128,7 @@ class JobPlan:
         ]
         best = next((row for row in self.groups if row["saturation"]), None)
         if best is not None:
-            shape = f"{best['groups']} group(s) of {best['group_size']}"
+            shape = f"{counted(best['groups'], 'group')} of {best['group_size']}"
             lines.append(f"{shape}: {rounded_time(best['update_s'])} an update; more groups are not faster")
         return lines
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.domain.make import HALO, LOCAL
-from zmqtrain.parallel.placed.pairs import pairs
+from zmqtrain.parallel.placed.pairs import pairs, transposed
 from zmqtrain.plan.layers import DIVISIBLE, INPUT, Branch, Kind, LayerShape, Meeting, Pair, Source, Weights
 
 #: Samples of the traced forward: the fewest that batch norm allows in training.
@@ -265,6 +265,8 @@ def _kind(module: nn.Module, weights: int) -> Kind:
             return "encoder"
     if isinstance(module, _ConvNd):
         return "conv"
+    if transposed(module):
+        return "linear"
     if isinstance(module, _NORMS):
         return "norm"
     if isinstance(module, _POOLS):

@@ -29,6 +29,7 @@ from zmqtrain.run.report import LOG, headline
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.model_file import model_lines
 from zmqtrain.versions import versions
+from zmqtrain.words import counted
 
 
 class RunRecord:
@@ -64,7 +65,7 @@ class RunRecord:
         self._sinks = FanOut() if sinks is None else sinks
         self._unkept: list[int] = []  # the steps of checkpoints that could not be written
         self._losses: list[str] = []  # reasons of losses after which the run continued
-        self._host_of = {role.peer: role.host for role in self._placement.roles}
+        self._host_of = {role.peer: role.host for role in (*self._placement.roles, *self._placement.spares)}
 
     def take_up(self) -> None:
         """Take up what another launcher has recorded of this run, from its events."""
@@ -86,8 +87,8 @@ class RunRecord:
     def settle(self, description: RunDescription) -> None:
         """Set the description, once the hosts and the placement are known."""
         self._topology, self._placement = description.topology, description.placement
-        self._host_of = {role.peer: role.host for role in self._placement.roles}
-        self._view.regroup({role.peer: role.group for role in self._placement.workers})
+        self._host_of = {role.peer: role.host for role in (*self._placement.roles, *self._placement.spares)}
+        self._view.regroup({role.peer: role.group for role in self._placement.everyone})
 
     def membership_event(self, kind: str, values: dict[str, Any]) -> None:
         """Take an event of the coordinator (`zmqtrain.membership.coordinator.EventCallback`)."""
@@ -102,7 +103,8 @@ class RunRecord:
         elif kind == "backup" and values.get("alone"):
             self._view.note(f"warning: {values['reason']}")
         elif kind == "join" and values.get("late"):
-            self._view.note(f"{peer} is back")
+            came = {f"agent/{spare.host}" for spare in self._placement.spares} | {spare.peer for spare in self._placement.spares}
+            self._view.note(f"{peer} has joined the run" if peer in came else f"{peer} is back")
         elif kind in ("failed", "halt") and not self.quiet:  # the reason is shown once, at the end, after all reports
             self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
 
@@ -177,10 +179,12 @@ class RunRecord:
         """The run in one line."""
         placement, exchange = self._placement, self._topology.exchange
         grid = f", {_divided(self._topology)}" if self._topology.divided else ""
-        servers = f", {placement.servers} model servers ({exchange.policy})" if placement.servers else f", {exchange.kind}"
+        servers = (
+            f", {counted(placement.servers, 'model server')} ({exchange.policy})" if placement.servers else f", {exchange.kind}"
+        )
         if placement.fc_servers:
             servers += ", FC server" if placement.fc_servers == 1 else f", {placement.fc_servers} FC servers"
-        workers = f"{placement.groups} group(s) of {placement.group_size} worker(s)"
+        workers = f"{counted(placement.groups, 'group')} of {counted(placement.group_size, 'worker')}"
         if self._topology.hosts_open and self._topology.hosts_decide:
             workers = "one worker for each device or host"
         return (
@@ -274,7 +278,7 @@ def _failure_text(error: dict[str, Any], directory: Path | None) -> str:
 def _hosts(topology: Topology) -> str:
     if topology.hosts_open:
         return "the hosts that join"
-    return f"{len(topology.hosts)} host(s)"
+    return counted(len(topology.hosts), "host")
 
 
 def _divided(topology: Topology) -> str:

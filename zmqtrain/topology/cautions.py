@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Host, Topology
+from zmqtrain.words import counted
 
 #: A warning lists at most this many hosts or devices, and then says how many more there are.
 MOST_LISTED = 8
@@ -109,11 +110,6 @@ def _copies(topology: Topology, placement: Placement) -> Iterator[Caution]:
             f"all model servers are on {min(hosts)}, and so are the copies of their shards",
             "raise [exchange] shards, so that a lost host does not take all with it",
         )
-
-
-def counted(count: int, what: str) -> str:
-    """A number with its noun, like ``1 worker`` or ``3 workers``."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _roles(placement: Placement) -> str:

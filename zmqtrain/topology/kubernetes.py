@@ -49,5 +49,5 @@ class KubernetesSection(Section):
     memory: PodMemory | None = Field(default=None, description="Memory of each pod except the launcher's. Default: no limit.")
     shared_memory: PodMemory = Field(
         default=1024**3,
-        description="Size of `/dev/shm` in each pod, where its workers share gradients: allow twice the size of the gradients.",
+        description="Size of `/dev/shm` in each pod, for data loaders with processes of their own (`Task.num_workers`).",
     )

@@ -38,6 +38,8 @@ def parse_topology(text: str, *, file: str = "topology", name: str = "job") -> T
         match = _LINE.search(str(error))
         line = int(match[1]) if match else max(1, text.count("\n") + (not text.endswith("\n")))
         message = _LINE.sub("", str(error)).replace("(at end of document)", "at the end of the file").strip()
+        if file.endswith(".py"):
+            message += ". The first file must be a topology file; a script comes after it"
         raise TopologyFaultsError([FileFault(file, "", line, f"is not valid TOML: {message}")]) from error
     except ValueError as error:  # an integer of thousands of digits
         raise TopologyFaultsError([FileFault(file, "", None, f"is not valid TOML: {error}")]) from error
@@ -64,12 +66,14 @@ def _read(file: FilePath) -> str:
             raise TopologyFaultsError(
                 [FileFault(str(file), "", None, f"is larger than {LARGEST_FILE} bytes, so it cannot be a topology file")]
             )
-        return file.read_bytes().decode()
+        return file.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
     except FileNotFoundError as error:
         raise TopologyFaultsError([FileFault(str(file), "", None, "does not exist: give the path of a topology file")]) from error
     except UnicodeDecodeError as error:
         line = file.read_bytes()[: error.start].count(b"\n") + 1
         raise TopologyFaultsError([FileFault(str(file), "", line, "is not UTF-8 text, so it cannot be a topology file")]) from error
+    except IsADirectoryError as error:
+        raise TopologyFaultsError([FileFault(str(file), "", None, "is a folder: give the path of a topology file")]) from error
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         raise TopologyFaultsError([FileFault(str(file), "", None, f"cannot be read: {error}")]) from error
 

@@ -55,7 +55,7 @@ def load_overridden(path: Path, overrides: Sequence[Override]) -> Topology:
     topology = load_topology(path)  # errors of the file itself give their lines
     if not overrides:
         return topology
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     lines = {dotted(place): line for place, line in find_lines(text).items()}
     return overridden(tomllib.loads(text), overrides, file=str(path), name=path.stem, lines=lines)
 

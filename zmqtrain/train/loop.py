@@ -128,6 +128,8 @@ class TrainLoop:
             if steps is not None and self.step >= steps:
                 return Outcome.DONE
             ended = not await work.more(self.step)
+            if ended and members.slots is not None:
+                members.slots.steps = self.step  # the length of a stream is known only now
             if ended and await stop_point.end():
                 return Outcome.DONE
             here = await stop_point.here(self.step)

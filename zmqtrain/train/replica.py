@@ -134,11 +134,12 @@ class TorchReplica:
             if type(module) is nn.Linear and id(module.weight) in places
         ]
         bucket_of = {id(named[name]): index for index, held in enumerate(self._held) for name in held.plan.names}
-        self._layers = Layers(model, bucket_of, self._take)
+        self._layers = Layers(model, bucket_of, self._take, overlap=settings.overlap)
         self._undo.append(self._layers.remove)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[Bucket], None] | None = None
         self._step = 0
+        self._late: frozenset[int] = frozenset()  # buckets that no layer has taken in the forward
         self._backward_s = 0.0  # when backward began with the next bucket to be handed over
         self._optimizers: BucketOptimizers | None = None
         self._sharing: Sharing | None = None
@@ -252,12 +253,17 @@ class TorchReplica:
         self._step, self.waited_s = step, 0.0
         self._layers.begin_forward()
 
+    def forward(self) -> AbstractContextManager[object]:
+        """The context of a forward, which finds out when the model reads its parameters."""
+        return self._layers.watching()
+
     def begin_backward(self, *, last: bool) -> None:
         """A backward comes next. ``last``: it is the step's last one, so complete buckets are handed over.
 
         Takes the buckets that no layer has asked for.
         """
         self._layers.end_forward()
+        self._late = frozenset(index for index in range(len(self._held)) if self._machine.state(index) is not State.OPEN)
         for index in range(len(self._held)):
             self._take(index)
         if self._sharing is not None:
@@ -341,6 +347,12 @@ class TorchReplica:
         if self.holding:
             return
         held = self._held[index]
+        if index in self._late:
+            raise TaskError(
+                f"the parameter {held.plan.names[place]!r} was used in a step that did not call its layer, although the first step "
+                "did, so the forward may have read it before its update: let the model call the same layers in every step, or set "
+                "[compute] overlap = false"
+            )
         view, grad = held.views[place], parameter.grad
         if grad is not view:  # the first one since the bucket was taken
             assert grad is not None

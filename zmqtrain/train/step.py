@@ -19,12 +19,14 @@ from zmqtrain.train.losses import Losses
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.task import Measure, user_code
 from zmqtrain.train.unreached import unreached_warning
-from zmqtrain.train.weighting import WeightSums, ignores, mean_of, parted, require_none_ignored
+from zmqtrain.train.weighting import WeightSums, ignores, mean_of, parted, require_mean, require_none_ignored
 from zmqtrain.train.work import StepResult
 
 Precision = Literal["float32", "bfloat16", "float16"]
 #: If looking at targets means waiting for the device, it is done only in this many first steps.
 STEPS_LOOKED_AT = 10
+#: In how many micro-batches of a worker, the first ones, the loss is tried on halves.
+LOSSES_TRIED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,9 @@ class TrainStep:
         self._share = share_of_model(replica.model, settings.group_batch, loss)
         self._weights, self._weight = weights, 0.0  # this step's weight so far
         self._weighted = False
-        self._looks = ignores(loss) and ((weights is not None and weights.shared) or settings.accumulate > 1)
+        divides = (weights is not None and weights.shared) or settings.accumulate > 1
+        self._looks = ignores(loss) and divides
+        self._tries = LOSSES_TRIED if divides and weights is not None else 0
         self._looked = settings.rank != 0 or not settings.blind  # whether unreached parameters have been checked
         self._losses = Losses(device.staging, settings.rank, settings.accumulate, stop=settings.on_nan == "stop")
 
@@ -144,7 +148,7 @@ class TrainStep:
     def _forward(self, part: Batch) -> tuple[Tensor, Tensor, int, int]:
         """The mean loss; the value from which backward starts, and its factor; and the number of samples."""
         with autocast(self._device, self._settings.precision):
-            with user_code("the model's forward"):
+            with user_code("the model's forward"), self._replica.forward():
                 output = part.output(self._replica.model)
             part = self._share.of_output(part)
             if not part.samples:
@@ -152,6 +156,9 @@ class TrainStep:
                 return nothing, nothing, 0, 0  # other workers of the group have all samples, and wait for this worker's backward
             with user_code("Task.loss(output, target)"):
                 loss = self._share.loss(self._loss, output, part.target)
+                if self._tries and part.samples > 1 and isinstance(loss, Tensor) and loss.numel() == 1:
+                    self._tries -= 1
+                    require_mean(self._loss, output, part.target, part.samples, loss.detach())
         if (pair := parted(loss)) is not None and pair[0].requires_grad:
             total, weight = pair
             self._weighted, self._weight = True, self._weight + float(weight)

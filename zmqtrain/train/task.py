@@ -30,6 +30,7 @@ from zmqtrain.exchange.momentum import explicit_of, with_momentum
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.callback import Callback
+from zmqtrain.train.checkpoint.folder import can_hold
 
 #: Maps a batch's output and target to the mean over its samples, a tensor of one element.
 Measure: TypeAlias = Callable[[Any, Any], Tensor]
@@ -44,7 +45,8 @@ class Task:
     loss: Measure
     """``loss(output, target)``: the *mean* loss over the samples that it is given. If samples have different weights, the pair
     ``(sum, weight)``: the sum of the weighted losses, and that of the weights. torch's cross-entropy with class weights is divided
-    in this way automatically."""
+    in this way automatically. Where the samples of a step are divided, the first steps compute it of halves, too, and refuse it if
+    it is no mean."""
     optimizer: Callable[[list[nn.Parameter]], Optimizer]
     """Builds the optimizer from the model's parameters; it may divide them into several parameter groups."""
     train_data: Any
@@ -171,8 +173,31 @@ def check_model(model: object) -> None:
             "on shapes before the first batch: let Task.model() call the model once on an example, such as "
             "model(torch.zeros(1, 8)), before it returns it"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if not can_hold(dtype):
+            raise TaskError(
+                f"{name!r} of the model {type(model).__name__} has type {dtype}, which cannot be sent or kept in model.safetensors"
+                ": make it of another type, for instance of real and imaginary parts"
+            )
     if not any(parameter.requires_grad and parameter.numel() for parameter in parameters):
         raise TaskError(f"no parameter of the model {type(model).__name__} requires a gradient, so there is nothing to train")
+
+
+def check_lookups(model: nn.Module, topology: Topology) -> None:
+    """Raise `TaskError` if a forward changes parameters, each worker's by its own samples, that must be the same on several
+    processes."""
+    compute, exchange = topology.compute, topology.exchange
+    alone = compute.group_size == 1 and (compute.groups == 1 or exchange.kind in ("gossip", "averaging"))
+    if alone and exchange.kind != "model_server":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise TaskError(
+                f"the layer {name!r} has max_norm = {module.max_norm:g}: its forward changes those of its weights that a worker's "
+                "own samples use, so workers would have different ones. Leave max_norm out, and divide by the norm where the "
+                "weights are used"
+            )
 
 
 def build_model(task: Task) -> nn.Module:

@@ -44,7 +44,7 @@ from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
-from zmqtrain.train.task import Task, build_model, build_optimizer, load_task
+from zmqtrain.train.task import Task, build_model, build_optimizer, check_lookups, load_task
 from zmqtrain.train.unreached import what_blinds
 from zmqtrain.train.verifying import NotComparable, Ordinary, one_of_each, verify_task
 from zmqtrain.train.weighting import WeightSums, taken_apart
@@ -346,7 +346,7 @@ class TorchWork:
         if not self._members.survives:
             return None
         before = max(0, step - 1)
-        ranks = {worker.peer: worker.index for worker in self._context.placement.workers}
+        ranks = {worker.peer: worker.index for worker in self._context.placement.everyone}
         return tuple(ranks[peer] for peer in self._members.at(before) if self._members.there(peer, before))
 
     def _saver(self, endpoint: Endpoint, members: tuple[int, ...] | None = None) -> Saver:
@@ -400,6 +400,7 @@ def _build(
                 sizes, shares = divided.sizes, divided.shares
             else:
                 model = build_model(task).to(device.torch_device)
+                check_lookups(model, topology)
             optimizer, schedule = build_optimizer(task, model, topology)
         seed_everything(job.seed, role.index)
     how = ReplicaSettings(

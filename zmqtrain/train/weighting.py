@@ -6,6 +6,7 @@ of a step is that of all workers' sums, divided by all workers' weights.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn import functional
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.data.bridge import Bridge
+from zmqtrain.data.nested import rows
 from zmqtrain.errors import TaskError
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -70,6 +72,32 @@ def require_none_ignored(target: Any) -> None:
             f"some targets are {IGNORED}, which the loss leaves out, so workers with more of them would count too much. Pass "
             f"functools.partial(torch.nn.functional.cross_entropy, ignore_index={IGNORED}), or a loss that returns (sum, weight)"
         )
+
+
+def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, value: Tensor) -> None:
+    """Raise `TaskError` if ``value``, the loss of a worker's samples, is not the mean of the losses of their halves.
+
+    ``loss`` is called with each half. Does nothing if the output or the target cannot be divided, if the loss cannot be computed
+    of a half, or if it is random."""
+    half = samples // 2
+    measure = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss  # it may have statistics
+    exact = value.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(value.device.type)
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        try:
+            parts = [slice(0, half), slice(half, samples)]
+            first, second = (float(measure(rows(output, part, samples), rows(target, part, samples))) for part in parts)
+            whole, mean = float(value), (first * half + second * (samples - half)) / samples
+            tolerance = (1e-3 if exact else 5e-2) * max(abs(whole), abs(first), abs(second))
+            if not abs(mean - whole) > tolerance or float(measure(output, target)) != whole:
+                return
+        except Exception:  # noqa: BLE001 - a whole batch has given a loss, and that is all that is asked of it
+            return
+    raise TaskError(
+        f"Task.loss(output, target) is not a mean over samples: it is {whole:.6g} for {samples} samples, but {first:.6g} and "
+        f"{second:.6g} for their halves. The samples of a step are divided, and the mean of the parts' losses would be another "
+        "loss. Return the pair (sum, weight), or pass torch's CrossEntropyLoss or NLLLoss itself; if each part's own loss is "
+        "meant, like a contrastive one, return (loss * n, n) for n samples"
+    )
 
 
 def _module(loss: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None:

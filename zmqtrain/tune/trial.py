@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from zmqtrain.words import counted
+
 #: The last part of a trial, whose mean loss is its result.
 SCORED = 1 / 3
 
@@ -35,7 +37,7 @@ class Setting:
     lr: float
 
     def __str__(self) -> str:
-        return f"{self.groups} group(s), momentum {self.momentum:g}, learning rate {self.lr:g}"
+        return f"{counted(self.groups, 'group')}, momentum {self.momentum:g}, learning rate {self.lr:g}"
 
 
 @dataclass(frozen=True, slots=True)

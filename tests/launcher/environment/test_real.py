@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.environment.nodes import TOKEN, Nodes, free_port
+from tests.launcher.ready import warm
 from zmqtrain.errors import HostLostError
 from zmqtrain.launcher.engine import Gathering
 from zmqtrain.launcher.environment.engine import EnvironmentEngine
+from zmqtrain.launcher.forkserver import ADOPTED
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 from zmqtrain.topology.schema import Topology
 
@@ -70,8 +72,8 @@ def until_ready(nodes: Nodes) -> None:
 def test_an_agent_that_is_killed_is_a_lost_host(tmp_path: Path) -> None:
     """The agents are there before the launcher, and one that has another token is not let in."""
     port = prepare(tmp_path, LISTED, timeout_s=24.0)
-    with Nodes(tmp_path) as nodes:
-        where = {"ZMQTRAIN_COORDINATOR": f"127.0.0.1:{port}"}
+    with warm() as started, Nodes(tmp_path) as nodes:
+        where = {"ZMQTRAIN_COORDINATOR": f"127.0.0.1:{port}", ADOPTED: started.variables[ADOPTED]}
         beta = nodes.start("beta", ["agent"], {**where, "ZMQTRAIN_NAME": "beta"})
         nodes.start("stranger", ["agent"], {**where, "ZMQTRAIN_TOKEN": "the token of another run"})
         nodes.start("launcher", ["launch", "--run-dir", "run", "trial.toml", "script.py"], {})

@@ -17,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launcher.environment.nodes import TOKEN, Nodes, free_port
+from tests.launcher.ready import warm
 from zmqtrain.errors import UsageError
+from zmqtrain.launcher.forkserver import ADOPTED
 from zmqtrain.launcher.kubernetes.manifest import PERMANENT, manifests
 from zmqtrain.launcher.kubernetes.yaml_writer import write_yaml
 from zmqtrain.topology.load import parse_topology
@@ -210,7 +212,7 @@ def test_the_pods_train(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "topology.toml").write_text(topology["data"]["topology.toml"])
     pods = []
-    with Nodes(tmp_path) as nodes:
+    with warm() as started, Nodes(tmp_path) as nodes:
         for job, spec in jobs_of(jobset).items():
             container = spec["template"]["spec"]["containers"][0]
             for index in range(spec["completions"]):
@@ -218,7 +220,8 @@ def test_the_pods_train(tmp_path: Path) -> None:
                 pods.append(name)
                 program, *command = (word.replace("/etc/zmqtrain", str(tmp_path)) for word in container["command"])
                 assert program == "zmqtrain"
-                nodes.start(name, command, environment_of(container, jobset["metadata"]["name"], job, index, port, len(pods)))
+                environ = environment_of(container, jobset["metadata"]["name"], job, index, port, len(pods))
+                nodes.start(name, command, {**environ, ADOPTED: started.variables[ADOPTED]})
         assert {name: nodes.end(name) for name in pods} == dict.fromkeys(pods, 0), nodes
         nodes.all_gone()
         summary = json.loads((tmp_path / "runs" / "digits" / "summary.json").read_text())

@@ -16,9 +16,11 @@ import psutil
 import pytest
 
 from tests.launcher.launched import Launched
+from tests.launcher.ready import warm
 from tests.launcher.slurm.cluster import Cluster, cluster
 from tests.launcher.test_preempted import TASK
 from tests.patience import PATIENCE_S
+from zmqtrain.launcher.forkserver import ADOPTED
 from zmqtrain.run.preemption import PREEMPTED
 
 TOPOLOGY = """
@@ -50,6 +52,13 @@ events_per_s = "all"
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster(tmp_path_factory.mktemp("slurm")) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def warmed() -> Iterator[str]:
+    """Where agents find fork servers, in tests in which Slurm need not reach what they have started."""
+    with warm() as started:
+        yield started.variables[ADOPTED]
 
 
 @pytest.fixture(autouse=True)
@@ -95,11 +104,14 @@ def until_steps(run: Path, beyond: int = 0) -> None:
         time.sleep(0.1)
 
 
-def test_the_nodes_of_an_allocation_are_the_hosts(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nodes_of_an_allocation_are_the_hosts(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmed: str
+) -> None:
     """And what is submitted, preempted and requeued ends with the same weights."""
     (tmp_path / "straight").mkdir()
     (tmp_path / "submitted").mkdir()
     folder = prepare(tmp_path / "straight")
+    monkeypatch.setenv(ADOPTED, warmed)
     with allocation(slurm, monkeypatch), Launched(folder, "trial.toml") as run:
         run.wait_for("^step ")
         there = slurm.processes()
@@ -117,8 +129,8 @@ def test_the_nodes_of_an_allocation_are_the_hosts(slurm: Cluster, tmp_path: Path
         kept = run.run / "checkpoints" / "step-00000080" / "model.safetensors"
 
     folder = prepare(tmp_path / "submitted")
-    for name in ("JOB_ID", "JOB_NODELIST", "JOB_CPUS_PER_NODE", "NTASKS"):
-        monkeypatch.delenv(f"SLURM_{name}")
+    for name in (ADOPTED, *(f"SLURM_{each}" for each in ("JOB_ID", "JOB_NODELIST", "JOB_CPUS_PER_NODE", "NTASKS"))):
+        monkeypatch.delenv(name)
     submitted = zmqtrain(folder, "launch", "--json", "--submit", "trial.toml")
     assert submitted.returncode == 0, submitted
     answer = json.loads(submitted.stdout)
@@ -154,8 +166,11 @@ def test_a_run_that_is_stopped_keeps_a_checkpoint_and_is_not_requeued(slurm: Clu
     assert len(list((run / "checkpoints").iterdir())) >= 1
 
 
-def test_nothing_outlives_a_launcher_that_was_killed(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_outlives_a_launcher_that_was_killed(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmed: str
+) -> None:
     folder = prepare(tmp_path, steps=100_000)
+    monkeypatch.setenv(ADOPTED, warmed)
     with allocation(slurm, monkeypatch), Launched(folder, "trial.toml") as run:
         run.wait_for("^step ")
         assert slurm.processes()

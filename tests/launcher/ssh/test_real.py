@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.launched import Launched
+from tests.launcher.ready import warm
 from tests.launcher.ssh.machines import Machines, command, machines
 from tests.patience import PATIENCE_S
 from zmqtrain.processors import processors
@@ -47,6 +48,13 @@ with zmqtrain.session() as session:
 
 
 @pytest.fixture(scope="module")
+def warmed() -> Iterator[dict[str, str]]:
+    """What ``[[hosts]]`` have besides, where a test is not about how agents start processes."""
+    with warm() as started:
+        yield {"python": json.dumps(started.python)}
+
+
+@pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     with machines(2, tmp_path_factory.mktemp("machines")) as made:
         yield made
@@ -68,8 +76,8 @@ def until(what: str, happens: object) -> None:
         time.sleep(0.05)
 
 
-def test_a_run_survives_its_ssh_connections(tmp_path: Path, two: Machines) -> None:
-    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "asyncssh")
+def test_a_run_survives_its_ssh_connections(tmp_path: Path, two: Machines, warmed: dict[str, str]) -> None:
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}, **warmed), "asyncssh")
     with Launched(tmp_path, "trial.toml", "script.py", str(tmp_path / "go")) as run:
         told = run.wait_for(r"worker/(\d) \| ready (\S+) (\S+)", 2)
         assert {match[2] for match in told} == {str(path) for path in two.state.glob("zmqtrain/runs/run-*/m?/task")}
@@ -92,9 +100,9 @@ def test_a_run_survives_its_ssh_connections(tmp_path: Path, two: Machines) -> No
     assert two.left() == []
 
 
-def test_hosts_of_which_nothing_is_said_but_where_they_are(tmp_path: Path, two: Machines) -> None:
+def test_hosts_of_which_nothing_is_said_but_where_they_are(tmp_path: Path, two: Machines, warmed: dict[str, str]) -> None:
     """Neither slots nor groups: each has one worker, with all its processors, and they are one group."""
-    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}).replace("slots = 1\n", ""), "asyncssh")
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}, **warmed).replace("slots = 1\n", ""), "asyncssh")
     text = (tmp_path / "trial.toml").read_text().replace("group_size = 2\n", "").replace("threads = 1\n", "")
     (tmp_path / "trial.toml").write_text(text)
     (tmp_path / "go").touch()
@@ -106,11 +114,13 @@ def test_hosts_of_which_nothing_is_said_but_where_they_are(tmp_path: Path, two: 
     assert not [line for line in run.lines if "warning" in line]
 
 
-def test_a_detached_run_is_found_and_stopped(tmp_path: Path, two: Machines) -> None:
+def test_a_detached_run_is_found_and_stopped(tmp_path: Path, two: Machines, warmed: dict[str, str]) -> None:
     """By the system's ssh, over IPv6."""
     addresses = {name: f"fd77::{number}" for number, name in enumerate(two.names, 2)}
     two.add_addresses("fd77::1", addresses)
-    hosts = "".join(two.hosts(name, environment={"WHO": name}, address=f'"{address}"') for name, address in addresses.items())
+    hosts = "".join(
+        two.hosts(name, environment={"WHO": name}, address=f'"{address}"', **warmed) for name, address in addresses.items()
+    )
     prepare(tmp_path, hosts, "system")
     detached = zmqtrain(tmp_path, "launch", "--detach", "--run-dir", "run", "trial.toml", "script.py", str(tmp_path / "go"))
     assert detached.returncode == 0, detached
@@ -134,9 +144,9 @@ def test_a_detached_run_is_found_and_stopped(tmp_path: Path, two: Machines) -> N
     assert two.left() == []
 
 
-def test_a_killed_launcher_leaves_nothing_that_runs(tmp_path: Path, two: Machines) -> None:
+def test_a_killed_launcher_leaves_nothing_that_runs(tmp_path: Path, two: Machines, warmed: dict[str, str]) -> None:
     """Agents end by themselves when no other one has come for `[job] alone`; then what they leave is cleared."""
-    prepare(tmp_path, two.hosts("m1", environment={"WHO": "machine"}), "asyncssh")
+    prepare(tmp_path, two.hosts("m1", environment={"WHO": "machine"}, **warmed), "asyncssh")
     with Launched(
         tmp_path,
         "--set=job.timeout=12",
@@ -181,9 +191,9 @@ def test_a_launcher_that_is_gone_is_stopped_at_once(tmp_path: Path, two: Machine
     assert two.left() == []
 
 
-def test_another_launcher_takes_over_the_machines(tmp_path: Path, two: Machines) -> None:
+def test_another_launcher_takes_over_the_machines(tmp_path: Path, two: Machines, warmed: dict[str, str]) -> None:
     """Encrypted: the new launcher has the keys of the one before."""
-    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "asyncssh")
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}, **warmed), "asyncssh")
     with Launched(tmp_path, "trial.toml", "script.py", str(tmp_path / "go")) as run:
         run.wait_for(r"\| ready", 2)
         run.signal(signal.SIGKILL)
@@ -207,9 +217,9 @@ def test_another_launcher_takes_over_the_machines(tmp_path: Path, two: Machines)
     assert two.left() == []
 
 
-def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path, two: Machines) -> None:
+def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path, two: Machines, warmed: dict[str, str]) -> None:
     """Its roles end with it, the run ends since it is not elastic, and nothing is left on any host."""
-    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "system")
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}, **warmed), "system")
     with Launched(tmp_path, "trial.toml", "script.py", str(tmp_path / "go")) as run:
         run.wait_for(r"\| ready", 2)
         agent = next(process for process in two.processes("m2") if "agent" in process.cmdline())
@@ -220,9 +230,9 @@ def test_a_killed_agent_takes_its_host_with_it(tmp_path: Path, two: Machines) ->
     assert two.left() == []
 
 
-def test_a_host_that_vanishes_is_cleared_up_when_it_is_back(tmp_path: Path, two: Machines) -> None:
+def test_a_host_that_vanishes_is_cleared_up_when_it_is_back(tmp_path: Path, two: Machines, warmed: dict[str, str]) -> None:
     """It is lost when its heartbeats have been missing for half of the time-out; what it still runs ends by itself."""
-    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}), "asyncssh")
+    prepare(tmp_path, two.hosts(environment={"WHO": "machine"}, **warmed), "asyncssh")
     with Launched(tmp_path, "--set=job.timeout=14", "--set=job.alone=1 s", "trial.toml", "script.py", str(tmp_path / "go")) as run:
         run.wait_for(r"\| ready", 2)
         with two.unplugged("m2"):

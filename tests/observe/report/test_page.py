@@ -69,7 +69,7 @@ def test_the_page_is_whole_and_refers_to_nothing(tmp_path: Path) -> None:
 def test_a_broken_line_is_left_out_and_said(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run-001", broken=True))
     assert len(run["loss"]["mean"]) == 3
-    assert run["notes"] == ["1 line(s) of events.jsonl could not be read and were left out (the first: line 4)"]
+    assert run["notes"] == ["1 line of events.jsonl left out: not readable (the first: line 4)"]
 
 
 def test_the_command_writes_into_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

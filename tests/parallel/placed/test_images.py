@@ -311,16 +311,15 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 
 
 PLANS, GRIDS = ("model", "domain", "batch", "mixed"), ("2x1", "2x2", "1x4", "3x1")
-#: Each with two plans and two grids, and in all every plan on every grid.
+#: Each model by one plan that divides no images, or not all, and in strips of one kind; in all every plan on every grid.
 COMBINATIONS = [
-    (name, PLANS[plan], GRIDS[(plan + number // 2) % 4])
-    for number, name in enumerate(CASES)
-    for plan in ((0, 1), (1, 3), (0, 2), (1, 3))[number % 4]
+    (name, ("model", "mixed", "batch", "mixed")[number % 4], GRIDS[number // 4 % 4]) for number, name in enumerate(CASES)
 ]
-
-
-#: Images in other strips than those of their height: each model by the width on some grid, or by both.
-STRIPS = [(name, "both", "4x1") if number % 2 else (name, "width", GRIDS[number // 2 % 4]) for number, name in enumerate(CASES)]
+#: By the height, the width, or both.
+STRIPS = [
+    (name, "both", "4x1") if number % 3 == 2 else (name, ("domain", "width")[number % 3], GRIDS[number // 3 % 4])
+    for number, name in enumerate(CASES)
+]
 
 
 def made(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:

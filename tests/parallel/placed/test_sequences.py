@@ -264,8 +264,11 @@ def compare(name: str, choice: str, grid: str) -> dict[str, str]:
 CHOICES, GRIDS = ["none", "model", "batch", "whole"], ["2x1", "2x2", "1x4", "3x1"]
 
 
-@pytest.mark.parametrize("choice", CHOICES[1:])
-@pytest.mark.parametrize("name", MODELS)
+#: Each model divided, and by turns by its batch alone and not at all.
+CASES = [(name, choice) for number, name in enumerate(MODELS) for choice in ("model", ("batch", "whole")[number % 2])]
+
+
+@pytest.mark.parametrize(("name", "choice"), CASES)
 def test_trains_as_in_one_process(name: str, choice: str) -> None:
     number = list(MODELS).index(name) + CHOICES.index(choice)
     compare(name, choice, GRIDS[number % 4] if choice != "model" else GRIDS[number % 4].replace("1x4", "2x2"))

@@ -230,14 +230,15 @@ async def test_all_steps_of_all_groups_are_in_the_model(
 async def test_a_run_goes_on_from_its_end(case: str, tmp_path: Path) -> None:
     """With the same bits as one that was not interrupted, where that is determined."""
     exchange, _ = CASES[case]
-    straight = await run(topology(exchange), slow_group(()), folder=tmp_path / "straight")
     first = await run(topology(exchange, steps=5), slow_group(()), folder=tmp_path / "first")
     second = await run(topology(exchange), slow_group(()), folder=tmp_path / "second", resume=tmp_path / "first")
-    assert not {**straight.errors, **first.errors, **second.errors}
+    assert not {**first.errors, **second.errors}
     assert len(second.losses("worker/1")) == 4
     assert json.loads((tmp_path / "second" / "model.json").read_text())["step"] == 9
     if case in APART or case == "allreduce every 2":  # of the latter, gradients that were added up are left out so far
         return
+    straight = await run(topology(exchange), slow_group(()), folder=tmp_path / "straight")
+    assert not straight.errors
     assert straight.losses("worker/1")[5:] == second.losses("worker/1")
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "second"))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -298,27 +299,29 @@ async def test_a_checkpoint_by_time_is_at_a_step_that_is_the_same_for_all(tmp_pa
     """Asynchronous groups, of which one is behind; the step is one that nobody had passed."""
     for case in ("async", "allreduce", "gossip"):
         folder = tmp_path / case
-        shape = topology(CASES[case][0], steps=60, eval_every=0, checkpoint_every="0.1 s", keep_checkpoints=100)
+        shape = topology(CASES[case][0], steps=30, eval_every=0, checkpoint_every="0.1 s", keep_checkpoints=100)
         result = await run(shape, slow_group(("worker/2",), 0.02, others=0.01), folder=folder)
         assert not result.errors, result.errors
         found = [int(path.name.removeprefix("step-")) for path in find_checkpoints(folder)]
         assert len(found) > 1
-        assert found[-1] == 60
+        assert found[-1] == 30
         for peer in ("worker/0", "worker/1", "worker/2"):
             assert [event["step"] for event in result.recorders[peer].of("checkpoint")] == found
         assert Checkpoint(folder / f"step-{found[0]:08d}").step == found[0]
 
 
 async def test_a_run_that_ends_between_checkpoints_keeps_its_last_model(tmp_path: Path) -> None:
-    shape = topology(CASES["allreduce"][0], steps=112, eval_every=0, checkpoint_every=20, keep_checkpoints=2)
+    shape = topology(CASES["allreduce"][0], steps=22, eval_every=0, checkpoint_every=5, keep_checkpoints=2)
     result = await run(shape, slow_group(()), folder=tmp_path)
     assert not result.errors
-    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000100", "step-00000112"]
-    assert plain_loss(tmp_path / "model.safetensors") == pytest.approx(evaluations(result)[112], rel=1e-6)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000020", "step-00000022"]
+    assert plain_loss(tmp_path / "model.safetensors") == pytest.approx(evaluations(result)[22], rel=1e-6)
 
 
-@pytest.mark.parametrize("case", ["allreduce", "sync", "async", "averaging every 3"])
-@pytest.mark.parametrize("grid", ["2x1", "1x2", "2x2"])
+@pytest.mark.parametrize(
+    ("grid", "case"),
+    [("2x1", "allreduce"), ("2x1", "async"), ("1x2", "sync"), ("1x2", "averaging every 3"), ("2x2", "sync"), ("2x2", "allreduce")],
+)
 async def test_groups_that_divide_their_model_leave_the_whole_of_it(grid: str, case: str, tmp_path: Path) -> None:
     size = {"2x1": 2, "1x2": 2, "2x2": 4}[grid]
     shape = topology_of(
@@ -334,19 +337,18 @@ async def test_groups_that_divide_their_model_leave_the_whole_of_it(grid: str, c
         assert plain_loss(tmp_path / "step-00000004" / "model.safetensors") == pytest.approx(judged[4], rel=1e-6)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("case", ["sync", "async", "bound 2", "async, snapshots"])
+@pytest.mark.parametrize(("case", "servers"), [("sync", 1), ("sync", 2), ("async", 2), ("bound 2", 1), ("async, snapshots", 2)])
 async def test_with_merged_layers_both_phases_are_in_the_model(case: str, servers: int, tmp_path: Path) -> None:
     shape = topology_of(
-        job={"steps": 9, "eval_every": 4, "checkpoint_every": 3, "keep_checkpoints": 9},
+        job={"steps": 5, "eval_every": 4, "checkpoint_every": 3, "keep_checkpoints": 9},
         compute={"groups": 3, "group_size": 2, "batch_size": 4},
         exchange={**CASES[case][0], "merged_fc": True, "fc_servers": servers},
     )
     result = await run(shape, slow_group(("worker/4", "worker/5")), folder=tmp_path)
     assert not result.errors, result.errors
-    assert plain_loss(tmp_path / "model.safetensors") == pytest.approx(evaluations(result)[9], rel=1e-6)
-    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000003", "step-00000006", "step-00000009"]
-    for step in (3, 6, 9):
+    assert plain_loss(tmp_path / "model.safetensors") == pytest.approx(evaluations(result)[5], rel=1e-6)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000003", "step-00000005"]
+    for step in (3, 5):
         kept = tmp_path / f"step-{step:08d}"
         model, theirs = load_file(kept / "model.safetensors"), load_file(kept / "fc-0.safetensors")
         own = {name.removeprefix("state/"): tensor for name, tensor in theirs.items() if name.startswith("state/")}
@@ -380,8 +382,15 @@ def test_the_last_lines_say_of_which_step_the_model_is(tmp_path: Path, steps: in
     assert said in model_lines(tmp_path, steps)[0]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("case", [*APART, "allreduce", "sync", "averaging every 3", "elastic", "gossip"])
+#: Whose loss is bad: by turns the worker that writes the model, and another one; by turns both.
+BAD = [
+    (case, rank)
+    for number, case in enumerate([*APART, "allreduce", "sync", "averaging every 3", "elastic", "gossip"])
+    for rank in ((0, 2) if number % 4 == 3 else (2 * (number % 2),))
+]
+
+
+@pytest.mark.parametrize(("case", "rank"), BAD)
 async def test_a_bad_loss_leaves_the_model_of_the_last_good_step(case: str, rank: int, tmp_path: Path) -> None:
     def make(peer: str) -> Any:
         calls = 0

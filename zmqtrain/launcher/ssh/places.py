@@ -4,9 +4,10 @@ gone."""
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from zmqtrain.durable import replace_file
 
 _NAME = "hosts.json"
 
@@ -35,10 +36,8 @@ class Places:
 
     def write(self) -> None:
         """Write this to the run directory."""
-        path = self.directory / _NAME
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"run": self.run, "python": self.python, "hosts": self.hosts}) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        text = json.dumps({"run": self.run, "python": self.python, "hosts": self.hosts})
+        replace_file(self.directory / _NAME, text + "\n")
 
     def forget(self, host: str) -> None:
         """Remove a host on which nothing is left. The file is removed with the last host."""

@@ -12,6 +12,7 @@ from zmqtrain.launcher.ssh.preflight import Preflight
 from zmqtrain.launcher.ssh.target import Target, launching_python
 from zmqtrain.processors import processors
 from zmqtrain.topology.schema import Host, Topology
+from zmqtrain.words import counted
 
 
 def lacks_room(topology: Topology) -> bool:
@@ -52,7 +53,7 @@ async def with_room(topology: Topology, say: Callable[[str], None]) -> Topology:
     for host in asked:
         gpus = rooms[host.name][1]
         if gpus and not host.devices and topology.compute.device in ("auto", "cuda"):
-            say(f'warning: {host.name} has {gpus} GPU(s) that are not in its devices: write devices = ["cuda:0", ...]')
+            say(f'warning: {host.name} has {counted(gpus, "GPU")} that its devices leave out: write devices = ["cuda:0", ...]')
     return topology.with_hosts([_with(host, rooms.get(host.name, (0, 0))[0]) for host in topology.hosts])
 
 

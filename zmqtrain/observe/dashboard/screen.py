@@ -13,6 +13,7 @@ from rich.text import Text
 
 from zmqtrain.observe.dashboard.state import Json
 from zmqtrain.observe.terminal import brief, duration, harmless, progress_line
+from zmqtrain.words import counted
 
 #: Events where the height is not limited, and the least where it is: workers come first.
 MOST_EVENTS, LEAST_EVENTS = 10, 3
@@ -71,15 +72,15 @@ def _about(state: Json) -> str:
     hosts = [str(name) for name in state["hosts"]]
     words = []
     if state["groups"] is not None:
-        words.append(f"{state['groups']} group(s) of {state['group_size']} worker(s)")
+        words.append(f"{counted(state['groups'], 'group')} of {counted(state['group_size'], 'worker')}")
     if state["exchange"]:
         words.append(str(state["exchange"]))
     if hosts:
-        words.append(f"{len(hosts)} host(s): {', '.join(hosts[:6])}{', ...' if len(hosts) > 6 else ''}")
+        words.append(f"{counted(len(hosts), 'host')}: {', '.join(hosts[:6])}{', ...' if len(hosts) > 6 else ''}")
     if state["reading"]:
         words.append("still reading its events")
     if state["broken"]:
-        words.append(f"{state['broken']} line(s) of its events cannot be read")
+        words.append(f"{counted(state['broken'], 'line')} of its events cannot be read")
     return ", ".join(words)
 
 
@@ -101,7 +102,7 @@ def figures(state: Json) -> Iterator[str]:
     kept = state["checkpoints"]
     yield "no checkpoint" if kept["newest"] is None else f"checkpoint at step {kept['newest']:,}"
     if kept["failed"]:
-        yield f"{kept['failed']} checkpoint(s) failed"
+        yield f"{counted(kept['failed'], 'checkpoint')} failed"
 
 
 def _curve(values: Sequence[float]) -> str:

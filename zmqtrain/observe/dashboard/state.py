@@ -14,6 +14,7 @@ from zmqtrain.observe.progress import Progress
 from zmqtrain.observe.slowness import SlowNow
 from zmqtrain.observe.summary import metrics_of
 from zmqtrain.observe.sums import fields_of, mean_staleness, parts_in, parts_of
+from zmqtrain.words import counted
 
 Json: TypeAlias = dict[str, Any]
 
@@ -225,7 +226,7 @@ class RunState:
         member = self._members.get(peer)
         if member is None:
             return ""
-        before = f", was lost {member['lost']} time(s)" if member["lost"] and member["state"] == "there" else ""
+        before = f", was lost {counted(member['lost'], 'time')}" if member["lost"] and member["state"] == "there" else ""
         return _HEALTH[member["state"]] + before
 
     def _matrix(self) -> Json | None:

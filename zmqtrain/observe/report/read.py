@@ -9,6 +9,7 @@ from typing import Any
 
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.report.figures import Json, figures_of
+from zmqtrain.words import counted
 
 #: The fields of ``summary.json`` that the page shows.
 HEADLINE = (
@@ -27,9 +28,7 @@ def read_run(path: Path) -> Json:
     broken: list[int] = []
     figures = figures_of(_events(events, broken), group_size=int(summary.get("group_size") or 1))
     notes = (
-        [f"{len(broken)} line(s) of events.jsonl could not be read and were left out (the first: line {broken[0]})"]
-        if broken
-        else []
+        [f"{counted(len(broken), 'line')} of events.jsonl left out: not readable (the first: line {broken[0]})"] if broken else []
     )
     if not summary:
         notes.append("the run has not ended: the page shows its state so far")

@@ -10,6 +10,7 @@ from zmqtrain.parallel.placed import (
     layers,
     meeting,
     norms,
+    packed,
     pointwise,
     products,
     random,
@@ -22,4 +23,4 @@ from zmqtrain.parallel.placed.tensor import Placed, World, from_local, to_local
 
 __all__ = ["Placed", "World", "from_local", "to_local"]
 
-_RULES = fused, indexing, layers, meeting, norms, pointwise, products, random, reductions, samples, strips, views
+_RULES = fused, indexing, layers, meeting, norms, packed, pointwise, products, random, reductions, samples, strips, views

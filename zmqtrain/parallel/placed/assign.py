@@ -209,8 +209,9 @@ class _Assigning:
             )
         if any(hooked(parameter) for parameter in module.parameters(recurse=False)):
             raise UsageError("hooks of yours wait for the gradients of its parameters, and would see parts of them")
-        if transposed(module):
-            return self._transposed(module, name, own)
+        packed = name in self._pairs and self._pairs[name].packs > 1 and self._paired(name, own) is not None
+        if transposed(module) or packed:
+            return self._by_columns(module, name, own)
         made = self._made(module, name, own)
         if isinstance(made, Linear | Convolution) and not (isinstance(made, Linear) and made.input_divided):
             self._channels = own, made.divisions
@@ -245,17 +246,22 @@ class _Assigning:
         """How a layer of a pair is divided; ``None`` for any other."""
         return self._pairs[name].divisions(own.grid.rows) if name in self._pairs else None
 
-    def _transposed(self, module: nn.Module, name: str, own: Assigned) -> Mapping[str, Shard]:
-        """A linear layer with a weight of (inputs, outputs). Its own forward computes it."""
+    def _by_columns(self, module: nn.Module, name: str, own: Assigned) -> Mapping[str, Shard]:
+        """A linear layer with a weight of (inputs, outputs), which its own forward computes, or one that makes several activations,
+        of which each is divided."""
         divisions, by_inputs = self._paired(name, own), name in self._pairs and self._pairs[name].by == "inputs"
         if divisions is None:
             shape = sizes(module)
             assert shape is not None
             divisions, by_inputs = Site(name, own.grid, self._fabric).divide(shape[1], "outputs"), False
         rank, grid, pieces, found = self._fabric.rank, own.grid, one_range(divisions), {}
+        packs, outputs = self._pairs[name].packs if name in self._pairs else 1, int(transposed(module))
+        if packs > 1:
+            width = divisions[-1][1]
+            pieces = tuple(tuple((start + n * width, stop + n * width) for n in range(packs)) for start, stop in divisions)
         for each, tensor in self._tensors(module):
             whole = Shard(name, tuple(tensor.shape), grid.column(rank), grid.row(rank))
-            dimension = tensor.dim() - 2 if by_inputs else tensor.dim() - 1  # of a bias: none by inputs
+            dimension = tensor.dim() - 2 if by_inputs else min(outputs, tensor.dim() - 1)  # of a bias: none by inputs
             found[each] = whole if dimension < 0 else replace(whole, dimension=dimension, pieces=pieces)
         return found
 

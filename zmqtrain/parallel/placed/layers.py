@@ -19,10 +19,11 @@ from zmqtrain.parallel.model.linear import Linear
 from zmqtrain.parallel.model.lstm import LSTM
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.placed.functions import function
+from zmqtrain.parallel.placed.packed import pack, packs_of
 from zmqtrain.parallel.placed.parameters import Use, use_of
 from zmqtrain.parallel.placed.random import draw
 from zmqtrain.parallel.placed.tensor import Placed, World, contributed, from_local, to_local
-from zmqtrain.parallel.placement import Divisions, Placement, Summands, changed, laid
+from zmqtrain.parallel.placement import Divisions, Placement, Summands, changed, laid, scaled
 from zmqtrain.parallel.plan import Choice
 
 
@@ -111,38 +112,52 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     use = use_of(weight)
     if use is None or not _own(weight, bias) or not isinstance(weight, Placed):
         return NotImplemented
-    world = weight.world
     if use.choice != "model" or use.shard.dimension is None:
         if use.choice in ("batch", "whole", "model"):
             with torch._C.DisableTorchFunctionSubclass():
-                return functional.linear(moved_to(input, use, world), weight, bias)
+                return functional.linear(moved_to(input, use, weight.world), weight, bias)
         return NotImplemented
+    return _linear(input, weight, bias, 0)
+
+
+@function(torch.addmm)
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:
+    """What a linear layer with a weight of (inputs, outputs) computes."""
+    use = use_of(mat2)
+    if use is None or not _own(mat2, input) or not isinstance(mat2, Placed) or use.choice != "model" or use.shard.dimension is None:
+        return NotImplemented
+    return _linear(mat1, mat2, input, 1) if (beta, alpha, out, input.dim()) == (1, 1, None, 1) else NotImplemented
+
+
+def _linear(input: Tensor, weight: Placed, bias: Tensor | None, outputs: int) -> Any:
+    """A linear layer that is divided over the rows. ``outputs``: the dimension of its weight along which outputs are."""
+    use, other, world, features = weight.use, use_of(bias), weight.world, input.dim() - 1
+    by_inputs, packs, width = use.shard.dimension != outputs, packs_of(use.shard, outputs), weight.shape[outputs]
     divisions: Divisions = tuple(ranges[0] for ranges in use.shard.pieces)
-    features = input.dim() - 1
-    by_inputs = use.shard.dimension == 1
+    if packs == 1 and any(len(ranges) > 1 for ranges in use.shard.pieces):
+        return NotImplemented
 
     def make() -> nn.Module:
-        whole = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta", dtype=weight.dtype)
+        whole = nn.Linear(weight.shape[1 - outputs], width, bias is not None, device="meta", dtype=weight.dtype)
         site = world.site(use.grid, use.layer)
-        return Linear(whole, site, divisions=divisions, gather=False) if not by_inputs else Linear(
-            whole, site, divisions=divisions, input_divided=True
-        )  # fmt: skip
+        if by_inputs:
+            return Linear(whole, site, divisions=divisions, input_divided=True)
+        return Linear(whole, site, divisions=scaled(divisions, packs), gather=False)
 
-    layer = helper(world, ("linear", use.layer, use.name, bias is None), make)
-    other = use_of(bias)
-    lend(layer, weight=use.leaf, bias=None if other is None else other.leaf)
-    shape = (*input.shape[:-1], weight.shape[0])
+    layer = helper(world, ("linear", use.layer, use.name, bias is None, outputs), make)
+    lend(layer, weight=use.leaf if outputs == 0 else use.leaf.t(), bias=None if other is None else other.leaf)
     if by_inputs:
         divided = isinstance(input, Placed) and input.placement.divided == features
         target, x = placed_input(input, use, world, keep=features if divided else None)
         wanted = changed(target, divided=features, divisions=divisions)
         if target != wanted:
             x = taken(computed(x, target, input.shape, world), wanted, use, world)
-        return computed(layer(x), changed(wanted, divided=None, divisions=()), shape, world)
+        return computed(layer(x), changed(wanted, divided=None, divisions=()), (*input.shape[:-1], width), world)
     target, x = placed_input(input, use, world, keep=features)
     _takes(layer, target)
-    placement = changed(target, divided=features, divisions=divisions, origin=use.layer)
-    return computed(layer(x), placement, shape, world)
+    placement, shape = changed(target, divided=features, divisions=divisions, origin=use.layer), (*input.shape[:-1], width // packs)
+    parts = [computed(part, placement, shape, world) for part in layer(x).chunk(packs, -1)]
+    return pack(parts) if packs > 1 else parts[0]
 
 
 def _hashable(values: Iterable[Any]) -> tuple[Any, ...]:

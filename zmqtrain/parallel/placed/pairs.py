@@ -15,11 +15,16 @@ from zmqtrain.parallel.paired import Paired
 #: What models call the layer that takes what others of the same module have made.
 _LAST = ("o_proj", "out_proj", "o", "out_lin", "wo", "down_proj", "fc2", "c_proj", "lin2", "w2", "dense_4h_to_h")
 #: Queries, keys and values.
-_ATTENTION = ({"q_proj", "k_proj", "v_proj"}, {"q", "k", "v"}, {"query", "key", "value"}, {"q_lin", "k_lin", "v_lin"})
+_ATTENTION = (
+    *({"q_proj", "k_proj", "v_proj"}, {"q", "k", "v"}, {"query", "key", "value"}, {"q_lin", "k_lin", "v_lin"}),
+    *({"c_attn"}, {"q_attn", "c_attn"}),
+)
+#: What makes several of them at once.
+_PACKED = "c_attn"
 #: Modules side by side: of the first one's layers, and of the other's.
 _BESIDE = (("self", "output"), ("attention", "output"), ("intermediate", "output"))
 _HEAD = ("head_dim", "attention_head_size", "key_value_proj_dim")
-_HEADS = ("num_heads", "n_heads", "num_attention_heads")
+_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 
 
 def sizes(module: nn.Module) -> tuple[int, int] | None:
@@ -63,6 +68,9 @@ def _pair(around: nn.Module, layers: dict[str, tuple[int, int]], last: str, afte
     head = _head(around, after[0]) if attention else 1
     if head is None:
         return
+    packs = {name: size // after[0] if attention and name.endswith(f".{_PACKED}") and size % after[0] == 0 else 1
+             for name, size in before.items()}  # fmt: skip
+    before = {name: size // packs[name] for name, size in before.items()}
     if not attention:  # what is made for something else stays as it is
         before = {name: outputs for name, outputs in before.items() if outputs == after[0]}
     widths = [*before.values(), after[0]]
@@ -70,7 +78,7 @@ def _pair(around: nn.Module, layers: dict[str, tuple[int, int]], last: str, afte
     if not before or any(width % head or (width // head) % fewest for width in widths):
         return
     yield {
-        **{name: Paired("outputs", outputs // head, head, fewest) for name, outputs in before.items()},
+        **{name: Paired("outputs", outputs // head, head, fewest, packs[name]) for name, outputs in before.items()},
         last: Paired("inputs", after[0] // head, head, fewest),
     }
 

@@ -133,6 +133,10 @@ class World:
                 label = self.label("all_gather", layer=source.origin)
         return carry(local, way, self.fabric, label)
 
+    def whole_features(self, value: Placed) -> Tensor:
+        """This process's samples, with nothing else divided."""
+        return self.relaid(value, value.placement.whole())
+
     def whole(self, value: Placed) -> Tensor:
         """All of ``value``, on every process."""
         return self.relaid(value, self.whole_of(value.placement.grid))
@@ -192,6 +196,8 @@ class Placed(Tensor):
     _local: Tensor | Callable[[], Tensor]
     use: Any = None
     """Of a parameter: `zmqtrain.parallel.placed.parameters.Use`."""
+    parts: tuple[Placed, ...] = ()
+    """Of what several activations are packed in: these (`zmqtrain.parallel.placed.packed`)."""
 
     @staticmethod
     def __new__(

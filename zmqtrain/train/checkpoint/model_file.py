@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 
+from zmqtrain.durable import replace_file
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.checkpoint_part import ALONE, ALONE_WRITTEN, unpack_manifest
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
@@ -121,13 +122,7 @@ class ModelFile:
 
 def write_about(folder: Path, about: Mapping[str, Any]) -> None:
     """Write the description of the model in ``folder``."""
-    new = folder / f".{ABOUT}.tmp"
-    try:
-        new.write_text(json.dumps(dict(about), indent=2) + "\n", encoding="utf-8")
-        os.replace(new, folder / ABOUT)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    replace_file(folder / ABOUT, json.dumps(dict(about), indent=2) + "\n")
 
 
 def model_lines(folder: Path, steps: int) -> list[str]:

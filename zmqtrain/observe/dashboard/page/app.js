@@ -147,7 +147,7 @@ function render() {
   const named = state.hosts.slice(0, 6).join(", ") + (state.hosts.length > 6 ? ", …" : "");
   const shape = [counted(state.groups, "group", ` of ${counted(state.group_size, "worker")}`), state.exchange, counted(state.hosts.length, "host", `: ${named}`)];
   if (state.reading) shape.push("still reading its events");
-  if (state.broken) shape.push(`${state.broken} line(s) of its events cannot be read`);
+  if (state.broken) shape.push(`${counted(state.broken, "line")} of its events cannot be read`);
   $("about").textContent = shape.filter(Boolean).join(" · ");
   $("stop").disabled = !running;
   $("checkpoint").disabled = !running;

@@ -1,0 +1,112 @@
+"""The order in which operations are carried out, and in which thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zmqtrain.c10d.errors import BrokenGroupError
+from zmqtrain.c10d.work import Lane
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def lane() -> Iterator[Lane]:
+    made = Lane("lane of a test", goes_on=(KeyError,))
+    yield made
+    made.close()
+    assert made.join(PATIENCE_S)
+
+
+def noted(threads: list[str]) -> Callable[[], None]:
+    return lambda: threads.append(threading.current_thread().name)
+
+
+def test_a_caller_who_waits_carries_out_its_operation_if_nothing_is_pending(lane: Lane) -> None:
+    threads: list[str] = []
+    assert lane.submit([], "first", noted(threads), waits=True).is_completed()
+    lane.submit([], "second", noted(threads)).wait()
+    assert threads == [threading.current_thread().name, "lane of a test"]
+
+
+def test_operations_keep_their_order_whoever_waits(lane: Lane) -> None:
+    go, threads, order = threading.Event(), list[str](), list[int]()
+
+    def first() -> None:
+        assert go.wait(PATIENCE_S)
+        order.append(1)
+
+    pending = lane.submit([], "first", first)
+    second = lane.submit([], "second", lambda: (noted(threads)(), order.append(2))[0], waits=True)
+    assert not second.is_completed()
+    go.set()
+    second.wait()
+    pending.wait()
+    assert (order, threads) == ([1, 2], ["lane of a test"])
+
+
+def test_what_others_submit_waits_for_the_caller_who_carries_out(lane: Lane) -> None:
+    order: list[int] = []
+
+    def first() -> None:
+        later.append(lane.submit([], "second", lambda: order.append(2)))
+        order.append(1)
+
+    later: list[object] = []
+    lane.submit([], "first", first, waits=True).wait()
+    lane.submit([], "third", lambda: order.append(3)).wait()
+    assert order == [1, 2, 3]
+
+
+def test_gradients_are_not_recorded(lane: Lane) -> None:
+    parameter = torch.ones(2, requires_grad=True)
+    made: list[Tensor] = []
+    lane.submit([], "sum", lambda: made.append(parameter + 1), waits=True).wait()
+    assert not made[0].requires_grad
+    assert torch.is_grad_enabled()
+
+
+def test_modes_of_the_caller_do_not_see_what_is_done(lane: Lane) -> None:
+    class Counts(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counts() as mode:
+        lane.submit([], "sum", lambda: torch.ones(2).add_(1), waits=True).wait()
+    assert mode.count == 0
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_after_an_error_the_ranks_are_not_at_the_same_point(lane: Lane, waits: bool) -> None:
+    def fail(error: Exception) -> Callable[[], None]:
+        def do() -> None:
+            raise error
+
+        return do
+
+    with pytest.raises(KeyError):  # all ranks have it
+        lane.submit([], "first", fail(KeyError("all")), waits=waits).wait()
+    lane.submit([], "second", lambda: None, waits=waits).wait()
+    with pytest.raises(ValueError, match="this rank"):
+        lane.submit([], "third", fail(ValueError("this rank")), waits=waits).wait()
+    with pytest.raises(BrokenGroupError, match=r"fourth.*this rank"):
+        lane.submit([], "fourth", lambda: None, waits=waits).wait()
+
+
+def test_an_interrupted_caller_breaks_the_group(lane: Lane) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lane.submit([], "first", interrupt, waits=True)
+    with pytest.raises(BrokenGroupError, match="first was interrupted"):
+        lane.submit([], "second", lambda: None, waits=True).wait()
