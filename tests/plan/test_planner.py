@@ -22,7 +22,7 @@ from zmqtrain.plan.memory import memory
 from zmqtrain.plan.ours import Ours
 from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.planner import plan
-from zmqtrain.plan.price import PlanPrice, price
+from zmqtrain.plan.price import PlanPrice, Times, price
 from zmqtrain.plan.problem import Problem, placed_of, plan_of
 
 
@@ -121,6 +121,17 @@ def test_strips_are_proposed_that_have_the_shortest_edges() -> None:
     assert strips(512, 512, 1e-7) == {"4x4"}
     assert strips(128, 4096, 1e-7) == {"width"}
     assert strips(512, 512, 1e-2) == {"height"}
+
+
+@pytest.mark.parametrize(("wide", "waited"), [(1, 0.0), (4, 0.0), (2, 0.5)])
+def test_columns_of_a_grid_of_strips_are_waited_for(wide: int, waited: float) -> None:
+    """They follow the rows, when the interior has been computed."""
+    layer = LayerShape("conv", "conv", (8, 64, 64), (8, 64, 64), 584, (3, 3), padding=(1, 1), flops=10**9)
+    (stage,), placed = stages([layer]), Placed("domain", Grid(4, 1), wide)
+    problem = Problem((stage,), 4, 4, LINK, Ours(), overlap=1.0, flops_per_s=1e10)
+    cost = Ours().layer(stage, placed, 4, first=False)
+    exposed_s = Times.of(problem, stage, placed, cost).waits_s - sum(problem.seconds(stage, placed))
+    assert exposed_s == pytest.approx(waited * (LINK.seconds(cost.halo) + LINK.seconds(cost.halo_back)), abs=1e-12)
 
 
 def test_the_trivial_ends() -> None:
