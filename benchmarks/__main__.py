@@ -31,13 +31,15 @@ def bench(
         typer.Option(
             "--part",
             help="cluster: launch, links, ddp or accuracy alone. efficiency: figure, uneven, lenet, lenet-merged, cifarnet or "
-            "cifarnet-merged. merged: emulated, simulated, staleness or pipelining. May be repeated.",
+            "cifarnet-merged. merged: emulated, simulated, staleness or pipelining. soak: an exchange. May be repeated.",
         ),
     ] = None,
     workers: Annotated[
         list[int] | None, typer.Option(help="efficiency: predict and measure with 2, 4 or 8 workers alone. May be repeated.")
     ] = None,
     data: Annotated[str | None, typer.Option(help="cluster: where MNIST is, for accuracy. Also ZMQTRAIN_DATA.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="soak: how long all its runs train together; 30.")] = None,
+    every: Annotated[float | None, typer.Option(help="soak: seconds between two faults; 10.")] = None,
 ) -> None:
     """Measure speed on this machine, beside a peer where one is installed."""
     code = run_bench(
@@ -51,6 +53,8 @@ def bench(
         parts=parts or (),
         workers=workers or (),
         data=data,
+        minutes=minutes,
+        every=every,
     )
     raise typer.Exit(code)
 

@@ -293,15 +293,6 @@ def left_samples_forgotten(patches: Patches) -> None:
     patches.around(Division, "_left_by", lambda _: lambda *_args: [])
 
 
-def newcomer_begins_early(patches: Patches) -> None:
-    """Others may not have the sums with which it begins."""
-    patches.around(ElasticMembers, "joins", lambda _: lambda *_args: False)
-
-
-def step_counts_while_members_agree(patches: Patches) -> None:
-    patches.around(ElasticSums, "hold", lambda _: lambda self: self._newest)
-
-
 def sums_not_shared(patches: Patches) -> None:
     async def mutated(_self: ElasticSums, *_args: Any) -> bool:
         return True
@@ -507,8 +498,6 @@ MUTATIONS = (
     Mutation("a late worker does not learn of earlier changes", "servers-sync", history_forgotten, 4),
     Mutation("sums are divided by the workers that there were", "allreduce", sums_divided_wrongly, 2),
     Mutation("what a lost worker has left of its samples is not trained", "allreduce", left_samples_forgotten, 2),
-    Mutation("a newcomer begins with sums that others do not have", "allreduce", newcomer_begins_early, 500),
-    Mutation("a step counts while the members agree", "allreduce", step_counts_while_members_agree, 31),
     Mutation("survivors do not get the sums that others have", "allreduce", sums_not_shared, 2),
     Mutation("a late worker's state lacks an update", "allreduce", state_without_a_bucket, 3),
     Mutation("an agreement ends before the last member's word", "allreduce", barrier_opens_early, 1),

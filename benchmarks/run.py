@@ -16,10 +16,10 @@ from zmqtrain.errors import UsageError
 NAMES = (
     "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster",
     "efficiency", "loader", "study", "planner", "predicted", "divided", "memory", "backend", "dashboard", "mutations", "replicas",
-    "coordinator",
+    "coordinator", "soak",
 )  # fmt: skip
 #: Those of which parts may be run alone.
-DIVIDED = ("cluster", "efficiency", "merged")
+DIVIDED = ("cluster", "efficiency", "merged", "soak")
 
 
 def run_bench(
@@ -34,19 +34,24 @@ def run_bench(
     parts: Sequence[str] = (),
     workers: Sequence[int] = (),
     data: str | None = None,
+    minutes: float | None = None,
+    every: float | None = None,
 ) -> int:
     """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name.
 
     ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``workers``: for
-    ``efficiency``, with so many; ``data``: for ``cluster``, where MNIST is."""
+    ``efficiency``, with so many; ``data``: for ``cluster``, where MNIST is; ``minutes`` and ``every``: for ``soak``, how long it
+    takes, and the seconds between two faults."""
     if encrypted and name != "net":
         raise UsageError(f"benchmark {name} has no --encrypted: net has")
     if parts and name not in DIVIDED:
         raise UsageError(f"benchmark {name} has no --part: {', '.join(DIVIDED)} have")
+    if (minutes or every) and name != "soak":
+        raise UsageError(f"benchmark {name} has no --minutes and no --every: soak has")
     if workers and name != "efficiency":
         raise UsageError(f"benchmark {name} has no --workers: efficiency has")
     cases = (
-        _in_parts(name, parts, workers, data)
+        _in_parts(name, parts, workers, data, minutes, every)
         if name in DIVIDED
         else _cases(name, encrypted, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
     )
@@ -73,8 +78,14 @@ def run_bench(
     return 0
 
 
-def _in_parts(name: str, parts: Sequence[str], workers: Sequence[int], data: str | None) -> Iterator[Mapping[str, Any]]:
+def _in_parts(
+    name: str, parts: Sequence[str], workers: Sequence[int], data: str | None, minutes: float | None, every: float | None
+) -> Iterator[Mapping[str, Any]]:
     """Of those that have parts: these, or all."""
+    if name == "soak":
+        from benchmarks import soak
+
+        return soak.bench_soak(minutes=minutes or soak.MINUTES, every=every or soak.EVERY_S, parts=parts)
     if name == "cluster":
         from benchmarks import cluster
 

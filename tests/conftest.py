@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 # Read when torch is imported, here and in what tests start. Tensors of tests are small, and each thread that computes, as a rank's,
 # would have a team of threads, which spin while they wait for each other: two to three times the processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Roles that tests launch have several. On as many processors as the tests, a thread that spins has nothing to spin for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

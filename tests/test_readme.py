@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.patience import PATIENCE_S
+from tests.launcher.launched import Launched
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.timeouts import Timeouts
 
@@ -30,11 +26,9 @@ def test_its_program_trains(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(program)
     (tmp_path / "two-groups.toml").write_text(topology)
     assert len(program.splitlines()) <= 20
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "zmqtrain", "launch", "two-groups.toml", "--run-dir", "run"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    with Launched(tmp_path, "two-groups.toml") as run:
+        assert run.end() == 0, run
+        summary = run.json("summary.json")
     assert summary["status"] == "done"
     assert summary["eval"]["eval_accuracy"] > 0.8
 

@@ -5,9 +5,11 @@ What each prints is in ``FOLDER/BACKEND-RANK``."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from datetime import timedelta
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -231,6 +233,10 @@ def main(backend: str, what: str) -> None:
 
 def main_of_all(what: str, folder: str, size: int, backends: list[str]) -> int:
     """Returns how many ranks have failed."""
+    # What each would import before its first step, more than a second.
+    for module in ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"):
+        import_module(module)
+    gc.freeze()
     ranks = [(backend, rank) for backend in backends for rank in range(size)]
     children = []
     for backend, rank in ranks:

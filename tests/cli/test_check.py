@@ -190,6 +190,11 @@ def test_a_host_without_work_is_a_warning(file: Path, capsys: pytest.CaptureFixt
     assert "is ready to launch, with 1 warning" in text
 
 
+def test_weights_that_are_missing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text('[job]\ntask = "job.py:task"\nweights = "nowhere"\n')
+    assert fault_of(file, capsys).startswith("weights: [job] weights: nowhere does not exist; name a run")
+
+
 def test_data_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(GOOD + '[data]\npath = "nowhere"\n')
     assert fault_of(file, capsys).startswith("data: nowhere does not exist here: correct [data] path")

@@ -48,6 +48,14 @@ async def test_agents_have_servers_of_their_own_in_their_environment(environment
         assert (await (await start(servers[1], DO="nothing")).end())[0] == 0
 
 
+async def test_children_can_name_themselves_in_the_list_of_processes(environment: pytest.MonkeyPatch) -> None:
+    """Their command line is found by the environment, which is another one by then."""
+    async with asyncio.timeout(30), Zygote(ENTRY) as zygote:
+        environment.setenv(ADOPTED, str(zygote.channel().detach()))
+        async with ForkServer(ENTRY) as server:
+            assert await (await start(server, DO="name", WHO="zmqtrain worker/3")).end() == (0, "zmqtrain worker/3\n", b"")
+
+
 async def test_servers_and_children_end_with_their_agent(environment: pytest.MonkeyPatch) -> None:
     """The loss of the process that they were forked from does not matter to them."""
     async with asyncio.timeout(30), Zygote(ENTRY) as zygote:

@@ -25,9 +25,12 @@ def members(workers: int = 2, servers: int = 1, hosts: int = 1, *, agents: bool 
 class Table:
     """A roster with the bookkeeping that a coordinator does: what each request was answered, who was told what."""
 
-    def __init__(self, expected: list[Member], *, elastic: bool = False, replicated: bool = False) -> None:
+    def __init__(
+        self, expected: list[Member], *, elastic: bool = False, replicated: bool = False, spare: list[Member] | None = None
+    ) -> None:
         chains = Chains([member.peer for member in expected if member.kind == "server"]) if replicated else None
-        self.roster, self.expected, self.now = Roster(expected, TIMEOUTS, now=0.0, elastic=elastic, chains=chains), expected, 0.0
+        self.roster = Roster(expected, TIMEOUTS, now=0.0, elastic=elastic, chains=chains, spare=spare or ())
+        self.expected, self.now = expected, 0.0
         self.answers: dict[int, Any] = {}
         self.told: list[tuple[str, str]] = []
         self.dropped: list[str] = []

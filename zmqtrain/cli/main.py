@@ -469,6 +469,22 @@ def drain(run: Run, host: Annotated[str, typer.Argument(metavar="HOST", help="It
 
 
 @app.command(cls=Command)
+def join(
+    run: Run = "latest",
+    show: Annotated[
+        bool, typer.Option(help="Print the command for another machine instead. It has the run's token: keep it secret.")
+    ] = False,
+) -> None:
+    """Take part in an elastic all-reduce run that trains, with another worker on this machine, until it has ended.
+
+    `[job] max_workers` says how many workers it may have. Ctrl-C leaves; the others train on.
+    """
+    from zmqtrain.cli.join import run_join
+
+    raise typer.Exit(run_join(run, show=show))
+
+
+@app.command(cls=Command)
 def logs(
     run: Run = "latest",
     role: Annotated[str | None, typer.Argument(metavar="ROLE", help="One role, such as worker/3.")] = None,

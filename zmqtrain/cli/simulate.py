@@ -92,7 +92,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     write_pid(directory)
     data_path = data_path_of(data, topology)
     description = RunDescription(topology, placement, os.getcwd(), data_path)
-    groups = {role.peer: role.group for role in placement.workers}
+    groups = {role.peer: role.group for role in placement.everyone}
     view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
     # Progress is shown by real time, not by virtual time.
     record = RunRecord(description, directory, view, world="simulated", clock=time.monotonic, sinks=sinks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, *, served: bool) -> 
             f"{foreign} of the optimizer's parameters do not belong to the model, so they would not be exchanged: put everything "
             f"that is trained into one nn.Module, and replicate that"
         )
-    hooked = [name for name, parameter in model.named_parameters() if getattr(parameter, "_post_accumulate_grad_hooks", None)]
-    if hooked:
-        raise TaskError(
-            f"the parameter {hooked[0]!r} has a hook of register_post_accumulate_grad_hook(), which would see only this worker's "
-            f"part of the gradient: do its work after backward(), with session.replicate(model, optimizer, overlap=False)"
-        )
+    check_hooks(model.named_parameters(), own=0)
     if not served:
         return
     if optimizer.state:
@@ -40,6 +35,21 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, *, served: bool) -> 
             "the optimizer has state already (it was loaded, or has made steps), but model servers, which run it, begin without "
             f"state: continue from a checkpoint of the run (--resume), or use {LOCAL}"
         )
+    _check_step_hooks(optimizer)
+
+
+def check_hooks(parameters: Iterable[tuple[str, nn.Parameter]], *, own: int) -> None:
+    """Raise `TaskError` if a parameter has more than our ``own`` hooks that are called when backward has added to its gradient;
+    optimizers run within ``backward()`` by such hooks."""
+    for name, parameter in parameters:
+        if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > own:
+            raise TaskError(
+                f"the parameter {name!r} has a hook of register_post_accumulate_grad_hook(), which would see only this worker's "
+                f"part of the gradient: do its work after backward(), with session.replicate(model, optimizer, overlap=False)"
+            )
+
+
+def _check_step_hooks(optimizer: Optimizer) -> None:
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise TaskError(f"model servers run the optimizer, so hooks on its step would not be called: use {LOCAL}")
 
@@ -53,6 +63,8 @@ class Guards:
         trained = {id(parameter) for parameter in replica.parameters}
         grouped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._frozen = [(n, p) for n, p in model.named_parameters() if p.numel() and id(p) in grouped and id(p) not in trained]
+        self._others = [(n, p) for n, p in model.named_parameters() if id(p) not in grouped and id(p) not in trained]
+        self._others_versions = [p._version for _, p in self._others]
         self._groups = self._group_sizes()
         self._versions: list[int] = []
         self._sample: Tensor | None = None
@@ -85,6 +97,15 @@ class Guards:
                 f"the parameter {thawed[0]!r} was frozen at session.replicate(), but is trained now: it would not be exchanged. "
                 f"Call replicate() before you freeze; frozen parameters then get no updates, with overlap=False"
             )
+        for (name, parameter), version in zip(self._others, self._others_versions, strict=True):
+            if parameter._version != version and parameter.grad is not None:
+                raise TaskError(
+                    f"the parameter {name!r} is trained, but not by the optimizer that was given to session.replicate(), so its "
+                    "gradients were this worker's own: give replicate() one optimizer with all parameters, in several groups"
+                )
+        self._others_versions = [parameter._version for _, parameter in self._others]
+        if self._served:
+            _check_step_hooks(self._replica.optimizer)
         self.check_weights(sampled=sampled)
 
     def check_weights(self, *, sampled: bool) -> None:

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.embed.gradients import GoneGradient, Watch, WatchedGradient, plain
-from zmqtrain.embed.guards import LOCAL, Guards, checksum, settings_of
+from zmqtrain.embed.guards import LOCAL, Guards, check_hooks, checksum, settings_of
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.scope import Scope, StepState, sum_and_norm, tolerance_of
 from zmqtrain.embed.whole_gradients import WholeGradients
@@ -223,6 +223,7 @@ class Replicated:
         if not self._in_backward:
             if self._stopped:
                 self._stop()
+            check_hooks(self.replica.named.items(), own=1)
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._backward_ended)
             self._settings = checksum(settings_of(self.replica.optimizer))

@@ -55,7 +55,7 @@ class ExchangeContext:
 
     def all_workers(self) -> Group:
         """All workers of the run, by rank."""
-        return self.group("workers", tuple(worker.peer for worker in self.worker.placement.workers))
+        return self.group("workers", tuple(worker.peer for worker in self.worker.placement.everyone))
 
     def own_group(self) -> Group:
         """The workers of this worker's compute group, by position."""

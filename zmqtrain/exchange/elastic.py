@@ -75,9 +75,15 @@ class ElasticMembers:
         recorder: Recorder,
         divided: int | None = None,
         every: int = 1,
+        spares: int = 0,
     ) -> None:
-        """``workers``: all workers that the run can have, by rank. ``divided``: the samples of a step, if all workers train in step
-        and divide these; their gradients are summed in the last of ``every`` steps."""
+        """
+        Args:
+            workers: all workers that the run can have, by rank.
+            divided: the samples of a step, if all workers train in step and divide these.
+            every: their gradients are summed in the last of so many steps.
+            spares: how many of the workers, the last ones, may come later.
+        """
         self._divided, self._every = divided, every
         self.divides = divided is not None
         self.late = membership.late
@@ -87,7 +93,7 @@ class ElasticMembers:
         mine = membership.view.members[endpoint.peer].incarnation
         self._life = (endpoint.peer, mine)
         late = {peer: here.get(peer, mine) for peer in workers if peer in here or peer == endpoint.peer}
-        first = late if membership.late else {peer: here.get(peer, 0) for peer in workers}
+        first = late if membership.late else {peer: here.get(peer, 0) for peer in workers[: len(workers) - spares]}
         self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # first step; members and their incarnations
         self._complete = [-1]  # for each of these: the newest step that counted with all who trained it
         self._versions = [-1]  # for each of these: the version of the view

@@ -16,7 +16,7 @@ from zmqtrain.membership.context import RoleContext
 def make_members(context: RoleContext, *, script: bool = False) -> Members:
     """The workers that take part in the training. ``script``: in a loop of the user's own, which does not train what others have
     left."""
-    workers = tuple(worker.peer for worker in context.placement.workers)
+    workers = tuple(worker.peer for worker in context.placement.everyone)
     elastic = context.topology.elastic and not (script and context.topology.exchange.kind == "model_server")
     if elastic and context.membership is not None:
         exchange, groups = context.topology.exchange, context.placement.groups
@@ -28,6 +28,7 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
             recorder=context.recorder,
             divided=groups * context.topology.compute.batch_size if exchange.kind == "allreduce" else None,
             every=exchange.every_steps(groups),
+            spares=len(context.placement.spares),
         )
     return FixedMembers(context.endpoint, workers, timeout_s=context.timeouts.barrier_s)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgpack
+from setproctitle import getproctitle
 
 from zmqtrain.death import adopt_descendants, die_with_parent, end_descendants, end_group, outlive_parent
 from zmqtrain.errors import HostLostError
@@ -356,6 +357,7 @@ def import_entry(entry: str) -> Callable[[int], int]:
 
 def main() -> None:
     """``python -m zmqtrain.launcher.forkserver FD ENTRY AGENT_PID``."""
+    getproctitle()  # finds the command line, by the environment, which changes later; roles write their names over it
     channel = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import signal
@@ -13,8 +14,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from zmqtrain.errors import PortInUseError, UsageError, ZmqTrainError
+from zmqtrain.launcher.addresses import endpoint_at
 from zmqtrain.launcher.asked import LOOK, Asked
 from zmqtrain.launcher.continued import Leadership, NothingLeftError, port_taken
 from zmqtrain.launcher.detached import leave_terminal
@@ -26,6 +29,7 @@ from zmqtrain.membership.actions import Outcome
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.membership.description import RunDescription
+from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.address import without_key
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
@@ -40,6 +44,7 @@ from zmqtrain.run.preemption import INTERRUPTED, Preemption
 from zmqtrain.run.record import RunRecord
 from zmqtrain.run.report import headline, report_of
 from zmqtrain.topology.cautions import cautions
+from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
 from zmqtrain.waiting import abandoned
@@ -171,7 +176,9 @@ class Launch:
             stack.push_async_callback(self._stop_agents, fleet)
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(self._assembly.run(), name="coordinator")
-                asked = group.create_task(self._asked.serve(partial(self._serve, self._assembly)), name="what is asked")
+                asked = group.create_task(
+                    self._asked.serve(partial(self._serve, self._assembly, fleet, endpoint.address)), name="what is asked"
+                )
                 await fleet.start((sys.executable, "-m", "zmqtrain", "agent"), "agent")
                 if leadership is not None and not leadership.continues:
                     leadership.started(engine, fleet.handles)
@@ -281,10 +288,20 @@ class Launch:
             self._record.note("a checkpoint was asked for: all workers keep one at a common step, and go on")
             self._assembly.collector.ask()
 
-    @staticmethod
-    async def _serve(assembly: Assembly, request: Mapping[str, object]) -> str:
-        """What another process of the user asks for."""
+    async def _serve(self, assembly: Assembly, fleet: Fleet, address: str, request: Mapping[str, object]) -> str:
+        """What another process of the user asks for. ``address``: the coordinator's."""
         match request:
+            case {"what": "join"} if self._emulation is not None:
+                raise UsageError("nobody can join an emulated run: its network has only the hosts of the file")
+            case {"what": "join", "from": str(where)}:
+                towards = list(fleet.gathered.towards.values())
+                at = endpoint_at(towards[0], address) if towards else address
+                if where != "here" and is_loopback(urlsplit(at).hostname or ""):
+                    raise UsageError(f"no other machine can join the run: it listens at {without_key(at)}, for this machine alone")
+                host, job = assembly.place_for_another(), self._topology.job
+                place = RoleEnvironment(f"agent/{host}", at, fleet.token, timeout_s=job.timeout_s, ports=job.port_range)
+                self._record.note(f"another machine may join as {host}")
+                return json.dumps({"environment": place.to_environ(), "folder": self._description.folder})
             case {"what": "drain", "host": str(host)}:
                 return await assembly.drain(host)
             case _:

@@ -22,6 +22,7 @@ from typing import NoReturn, Self
 
 import msgpack
 import psutil
+from setproctitle import getproctitle
 
 from zmqtrain.death import die_with_parent
 from zmqtrain.errors import HostLostError
@@ -106,6 +107,7 @@ class Zygote:
 
 def main() -> None:
     """``python -m zmqtrain.launcher.zygote FD ENTRY LAUNCHER_PID``."""
+    getproctitle()  # finds the command line, by the environment, which changes later; roles write their names over it
     requests = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -28,7 +28,7 @@ from zmqtrain.membership.journal import Journal, change
 from zmqtrain.membership.ledger import RUN
 from zmqtrain.membership.roster import Roster
 from zmqtrain.membership.state import State
-from zmqtrain.membership.view import View, expected_members
+from zmqtrain.membership.view import View, expected_members, spare_members
 from zmqtrain.net.address import key_in
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.placement import Placement
@@ -90,6 +90,7 @@ class Coordinator:
             patient=journal is not None,
             chains=Chains([server.peer for server in placement.server_roles]) if replicated else None,
             ledger=ledger,
+            spare=spare_members(placement) if agents else (),
         )
         self._journal, self._leader = journal, random_bits(48)
         self._kept: dict[str, Value] = self._roster.ledger() if ledger is not None else {}  # what the journal has of the roster

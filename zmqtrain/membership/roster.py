@@ -85,11 +85,13 @@ class Roster:
         patient: bool = False,
         chains: Chains | None = None,
         ledger: Mapping[str, Any] | None = None,
+        spare: Iterable[Member] = (),
     ) -> None:
         """``elastic``: the run continues without workers that are lost, and admits workers that come back. ``chains``: the same of
         model servers, as long as each shard is left on one. ``patient``: members may
         lose touch with the coordinator for a while, so that a broken link alone does not say that one is lost. ``ledger``: what
-        another roster of this run has left (`ledger`), of a run in which all had joined; this one goes on from there."""
+        another roster of this run has left (`ledger`), of a run in which all had joined; this one goes on from there. ``spare``:
+        members that may come once the run has begun."""
         self.state = State.JOINING
         self.halt_reason: Mapping[str, Any] | None = None
         self.failures: list[Failure] = []
@@ -99,7 +101,7 @@ class Roster:
         self._losses: list[str] = []  # losses after which the run continued
         self._told = 0  # the version of the newest view that was sent to all
         self._timeouts = timeouts
-        self._members = MemberTable(expected)
+        self._members = MemberTable(expected, spare)
         self._heard = Heard(timeouts, now)
         self._joining = Joins()
         self._barriers = Barriers(timeouts.barrier_s)
@@ -180,9 +182,15 @@ class Roster:
         stopped = self.halt_reason is not None and not self._complete
         kinds = ("worker", "agent", "server") if self._chains else ("worker", "agent")
         again = self._elastic and self.state is State.RUNNING and entry.member.kind in kinds
-        if again and entry.presence in (Presence.HERE, Presence.LOST) and entry.incarnation != incarnation and not stopped:
+        able = (Presence.HERE, Presence.LOST, Presence.ABSENT)
+        if again and entry.presence in able and entry.incarnation != incarnation and not stopped:
+            agent = self._members.agents.get(entry.member.host)
+            if entry.presence is Presence.ABSENT and entry.member.is_role and agent is not None and not agent.here:
+                return [Refuse(ticket, PeerLostError(peer, f"nobody vouches for it: {agent.member.peer} has not joined"))]
             return self._join_again(entry, incarnation, address, ticket, now)
-        if entry.presence is Presence.LOST or self.state in (State.FAILED, State.ENDED) or stopped:
+        if entry.presence is Presence.ABSENT and self.state is State.JOINING:
+            return [Refuse(ticket, UsageError(f"{peer} may join once all members with which the run begins have joined"))]
+        if entry.presence in (Presence.LOST, Presence.ABSENT) or self.state in (State.FAILED, State.ENDED) or stopped:
             why = entry.reason or self._end_reason or "the run was stopped"
             return [Refuse(ticket, PeerLostError(peer, f"it is too late to join: {why}"))]
         actions: list[Action] = []

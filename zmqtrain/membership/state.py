@@ -37,6 +37,8 @@ class Presence(Enum):
     HERE = "here"
     LEFT = "left"
     LOST = "lost"
+    ABSENT = "absent"
+    """A place for one that may come, and is not waited for."""
 
 
 @dataclass(slots=True)
@@ -86,16 +88,19 @@ class Entry:
 
     @property
     def gone(self) -> bool:
-        """Whether it will never join (again)."""
-        return self.presence in (Presence.LEFT, Presence.LOST)
+        """Whether nobody waits for it to join (again)."""
+        return self.presence in (Presence.LEFT, Presence.LOST, Presence.ABSENT)
 
 
 class MemberTable:
     """All peers that are expected or have joined, including observers, with what is known about each."""
 
-    def __init__(self, expected: Iterable[Member]) -> None:
+    def __init__(self, expected: Iterable[Member], spare: Iterable[Member] = ()) -> None:
+        """``spare``: those that may come once the run has begun."""
         self._counts = Counter[Presence]()
         self._entries = {member.peer: Entry(member, self._counts) for member in expected}
+        for member in spare:
+            self._entries[member.peer] = Entry(member, self._counts, Presence.ABSENT, exited=True)
         self.agents = {entry.member.host: entry for entry in self if entry.member.kind == "agent"}
         """Agents by host."""
         self._roles: dict[str, list[Entry]] = {}
@@ -107,7 +112,8 @@ class MemberTable:
         return iter(list(self._entries.values()))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """How many have come, or are waited for."""
+        return len(self._entries) - self._counts[Presence.ABSENT]
 
     def get(self, peer: PeerId) -> Entry | None:
         """The entry of a peer, if it is known."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.placement import Placement, RolePlacement
 from zmqtrain.wire.payload import Value
 
 MemberKind = Literal["agent", "worker", "server", "fc", "observer"]
@@ -86,5 +86,15 @@ def expected_members(placement: Placement, *, agents: bool = True) -> tuple[Memb
     """The members that a run waits for: its roles and, with ``agents``, the agent of each host that has a role."""
     hosts = [name for name in placement.hosts if placement.of_host(name)] if agents else []
     found = [Member(f"agent/{name}", "", name, "agent", -1) for name in hosts]
-    found += [Member(role.peer, "", role.host, role.kind, role.index, role.group, role.position) for role in placement.roles]
+    found += [_member_of(role) for role in placement.roles]
     return tuple(found)
+
+
+def spare_members(placement: Placement) -> tuple[Member, ...]:
+    """Those that may come later: workers, and the agents of their hosts."""
+    agents = [Member(f"agent/{role.host}", "", role.host, "agent", -1) for role in placement.spares]
+    return (*agents, *map(_member_of, placement.spares))
+
+
+def _member_of(role: RolePlacement) -> Member:
+    return Member(role.peer, "", role.host, role.kind, role.index, role.group, role.position)

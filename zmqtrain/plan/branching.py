@@ -93,7 +93,13 @@ def _sent(problem: Problem, states: Sequence[Sequence[State]]) -> dict[tuple[int
         return result
 
     def priced(before: Stage, after: Stage, meet: bool, nbytes: int) -> Array:
-        key = meet, after.alone.leaves_channels, after.alone.leaves_strips, problem.pricing.change_key(before, after)
+        key = (
+            meet,
+            after.alone.leaves_channels,
+            after.alone.leaves((2, 1)),
+            after.alone.leaves((1, 2)),
+            problem.pricing.change_key(before, after),
+        )
         if key not in tables:
             messages_s, unit_s = np.zeros((len(every), len(every))), np.zeros((len(every), len(every)))
             changes = problem.pricing.meetings if meet else problem.pricing.changes

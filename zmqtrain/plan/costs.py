@@ -35,6 +35,11 @@ class Pricing(Protocol):
         """Whether it knows layers that are divided together (`zmqtrain.plan.layers.Pair`)."""
         ...
 
+    @property
+    def strips(self) -> bool:
+        """Whether it knows images that are divided by their width, or by height and width."""
+        ...
+
     def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
         """A layer's own communication.
 
@@ -88,6 +93,11 @@ class Paper:
     @property
     def pairs(self) -> bool:
         """No: each layer gathers its outputs."""
+        return False
+
+    @property
+    def strips(self) -> bool:
+        """No: the equations are for strips of the height."""
         return False
 
     def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.plan import Plan
@@ -58,4 +60,8 @@ def _with(topology: Topology, grid: str | None, plan: Plan | None) -> Topology:
     values = topology.to_open_dict()
     values["compute"]["grid"] = grid
     values["parallel"] = {**values["parallel"], "plan": None, "layers": plan.values() if plan else []}
-    return Topology.from_dict(values)
+    try:
+        return Topology.from_dict(values)
+    except ValidationError as error:
+        found = "; ".join(each["msg"] for each in error.errors())
+        raise UsageError(f"the plan that was found divides a group as {grid}, which this job cannot have: {found}") from error

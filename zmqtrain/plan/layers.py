@@ -20,6 +20,14 @@ DIVISIBLE: tuple[Kind, ...] = ("conv", "linear", "embedding", "recurrent", "atte
 PASSES: tuple[Kind, ...] = ("conv", "linear")
 
 
+#: Which rows, or columns, of its input an operation needs.
+AnyReach: TypeAlias = Window | Transposed | Table
+#: Of height and width.
+Reaches: TypeAlias = tuple[AnyReach, AnyReach]
+#: Operations on an image, one after another.
+Path: TypeAlias = tuple[Reaches, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Weights whose gradients are sent together: ``each`` elements for every one of ``units``, which are divided over the rows, and
@@ -175,15 +183,19 @@ class LayerShape:
         return self.inputs[0] if self.image else self.inputs[-1]
 
     @property
-    def reach(self) -> Window | Transposed | Table:
-        """Which rows of its image its output rows need."""
-        length, outputs = self.inputs[1], self.outputs[1]
+    def reaches(self) -> Reaches:
+        """Which rows, and which columns, of its image its output ones need."""
+        return self._reach(0), self._reach(1)
+
+    def _reach(self, axis: int) -> AnyReach:
+        length, outputs = self.inputs[axis + 1], self.outputs[axis + 1]
+        kernel, stride, padding, dilation = (each[axis] for each in (self.kernel, self.stride, self.padding, self.dilation))
         if self.adaptive:
             return adaptive(length, outputs)
         if self.transposed:
-            found = Transposed(length, self.kernel[0], self.stride[0], self.padding[0], 0, self.dilation[0])
+            found = Transposed(length, kernel, stride, padding, 0, dilation)
             return replace(found, output_padding=max(0, outputs - found.outputs))
-        window = Window(length, self.kernel[0], self.stride[0], self.padding[0], self.padding[0], self.dilation[0])
+        window = Window(length, kernel, stride, padding, padding, dilation)
         if window.outputs < outputs:  # the last window extends beyond the image
             window = replace(window, ceil=True)
         return window if window.outputs == outputs else adaptive(length, outputs)
@@ -191,7 +203,13 @@ class LayerShape:
     @property
     def one_row(self) -> bool:
         """Whether it pools an image to a single row."""
-        return self.adaptive and self.image and self.outputs[1] == 1
+        return self.pools_to_one((2, 1))
+
+    def pools_to_one(self, parts: tuple[int, int]) -> bool:
+        """Whether it pools an image to a single row or column where height and width are divided into so many parts."""
+        return (
+            self.adaptive and self.image and any(many > 1 and size == 1 for many, size in zip(parts, self.outputs[1:], strict=True))
+        )
 
     @property
     def row_numel(self) -> int:
@@ -211,8 +229,8 @@ class Stage:
 
     head: LayerShape
     followers: tuple[LayerShape, ...] = ()
-    before: tuple[Window | Transposed | Table, ...] = ()
-    """The operations on the image's rows since the input, which determine how strips differ from even ones."""
+    before: Path = ()
+    """The operations on the image since the input, which determine how strips differ from even ones."""
     source: Source | None = None
     """The stages from which its input comes, by their names; ``None``: the one before it."""
     apart: int | None = None
@@ -259,14 +277,18 @@ class Stage:
         return self.head.kind in PASSES and self.gathered_at is None and not self.head.by_inputs
 
     @property
-    def image_rows(self) -> int:
-        """The number of rows of its output image; 1 if it is no longer an image."""
-        return next((layer.outputs[1] for layer in reversed(self.layers) if layer.image), 1)
+    def image_size(self) -> tuple[int, int]:
+        """The numbers of rows and columns of its output image; 1 if it is no longer an image."""
+        return next(((layer.outputs[1], layer.outputs[2]) for layer in reversed(self.layers) if layer.image), (1, 1))
 
     @property
     def leaves_strips(self) -> bool:
         """Whether its outputs stay in strips if it is domain-parallel."""
-        return not any(layer.one_row for layer in self.layers)
+        return self.leaves((2, 1))
+
+    def leaves(self, parts: tuple[int, int]) -> bool:
+        """Whether its outputs stay in so many parts of their height and width."""
+        return not any(layer.pools_to_one(parts) for layer in self.layers)
 
     @property
     def paired(self) -> Stage:
@@ -307,7 +329,7 @@ def stages(layers: Sequence[LayerShape]) -> tuple[Stage, ...]:
         given = layer.source if layer.source is not None else layers[index - 1].name if index else INPUT
         source, from_layer = in_stages(given, leaves), leading(given)
         path = paths.get(from_layer, ()) if from_layer is not None else ()
-        if path and not (layer.image and layer.inputs[1] == path[-1].outputs):
+        if path and not (layer.image and layer.inputs[1:] == tuple(each.outputs for each in path[-1])):
             path = ()  # no longer an image
         leader = leading(source)
         if layer.weights and (layer.kind not in ("norm", "own") or not found):
@@ -320,15 +342,11 @@ def stages(layers: Sequence[LayerShape]) -> tuple[Stage, ...]:
                 apart.setdefault(places[leader], len(found[places[leader]][1]))
             found[places[leader]][1].append(layer)
         leaves[layer.name] = source
-        paths[layer.name] = (*path, layer.reach) if layer.image and layer.kind in ("conv", "pool") else path
+        paths[layer.name] = (*path, layer.reaches) if layer.image and layer.kind in ("conv", "pool") else path
     return tuple(
         Stage(head, tuple(followers), before, source, apart.get(place))
         for place, (head, followers, before, source) in enumerate(found)
     )
-
-
-#: Operations on an image's rows, one after another.
-Path: TypeAlias = tuple[Window | Transposed | Table, ...]
 
 
 def leading(source: Source) -> str | None:

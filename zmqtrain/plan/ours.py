@@ -19,11 +19,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from zmqtrain.parallel.geometry import Count, Division, Table, Transposed, Window, even, follow, halo_traffic
+from zmqtrain.parallel.geometry import Count, Division, even, follow, grid_traffic, halo_traffic
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.collective import Sent, all_reduce, between_hosts, hops, idle, ring
 from zmqtrain.plan.costs import WORD_BYTES
-from zmqtrain.plan.layers import PASSES, Stage
+from zmqtrain.plan.layers import PASSES, Reaches, Stage
 from zmqtrain.plan.link import NOTHING, Array, ChangedByte, Changes, Cost, LayerCost
 from zmqtrain.plan.placed import Integers, Lie, Lies, Placed, lacking
 
@@ -42,6 +42,11 @@ class Ours:
     @property
     def pairs(self) -> bool:
         """Yes: this runtime finds them."""
+        return True
+
+    @property
+    def strips(self) -> bool:
+        """Yes."""
         return True
 
     def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
@@ -70,7 +75,7 @@ class Ours:
         held, needed = Lies.of(_left(before, sources), 0), Lies.of([_needed(after, each) for each in targets], 1)
         ways = [(held, needed)]
         if not after.head.image:
-            flat = replace(held, strips=np.ones_like(held.strips))
+            flat = replace(held, strips=np.ones_like(held.strips), wide=np.ones_like(held.wide))
             ways = [(held, flat), (flat, needed)]
         return self._moved(before, sources[0].grid.size, ways, back)
 
@@ -84,8 +89,8 @@ class Ours:
     def returned(self, stage: Stage, placed: Placed, main: Grid, *, back: bool = False) -> Changes:
         """Strips are gathered first. It stays where it lies if every process was given all samples."""
         held = _left(stage, [replace(placed, choice="whole") if placed.choice == "model" else placed])[0]
-        whole = replace(held, strips=1)
-        ways = [(held, whole)] if held.strips > 1 else []
+        whole = replace(held, strips=1, wide=1)
+        ways = [(held, whole)] if held != whole else []
         if main.columns > 1 and placed.choice != "batch" and placed.grid != main:
             ways.append((whole, Lie(main.columns)))
         return self._moved(
@@ -111,8 +116,8 @@ class Ours:
 
     def change_key(self, before: Stage, after: Stage) -> Hashable:
         """How a layer's output is divided, the number of parts possible, and what the next layer accepts."""
-        rows = before.image_rows if before.leaves_strips else 0
-        return before.leaves_channels and before.head.units, rows, after.head.kind in PASSES, after.head.image, after.head.by_inputs
+        left = before.leaves((2, 1)), before.leaves((1, 2)), before.image_size
+        return before.leaves_channels and before.head.units, left, after.head.kind in PASSES, after.head.image, after.head.by_inputs
 
     # Model-parallel layers.
 
@@ -156,27 +161,31 @@ class Ours:
         """Halos in forward and backward, for the strips that follow from even strips of the input image."""
         if placed.strips == 1:
             return NOTHING, NOTHING
-        layers = [layer for layer in stage.layers if layer.image and layer.kind in ("conv", "pool") and not layer.one_row]
-        division = even(stage.before[0].length if stage.before else stage.head.inputs[1], placed.strips)
-        for reach in stage.before:
-            division = _halo(reach, division).outputs
+        parts = placed.parts
+        layers = [
+            layer for layer in stage.layers if layer.image and layer.kind in ("conv", "pool") and not layer.pools_to_one(parts)
+        ]
+        sizes = [each.length for each in stage.before[0]] if stage.before else stage.head.inputs[1:]
+        divisions = even(sizes[0], parts[0]), even(sizes[1], parts[1])
+        for reaches in stage.before:
+            divisions = _halo(reaches, divisions).outputs
         members = range(placed.strips)
         there, back = [NOTHING for _ in members], [NOTHING for _ in members]
         for layer in layers:
-            halo = _halo(layer.reach, division)
-            row_bytes = samples * layer.row_numel * self.word_bytes * layer.calls
+            halo = _halo(layer.reaches, divisions)
+            place_bytes = samples * layer.inputs[0] * self.word_bytes * layer.calls
             for member in members:
-                there[member] += self._rows(halo.forward[member], row_bytes, placed, layer.calls)
+                there[member] += self._rows(halo.forward[member], place_bytes, placed, layer.calls)
                 if not (first and layer is stage.head):
-                    back[member] += self._rows(halo.backward[member], row_bytes, placed, layer.calls)
-            division = halo.outputs
+                    back[member] += self._rows(halo.backward[member], place_bytes, placed, layer.calls)
+            divisions = halo.outputs
         return _busiest(there), _busiest(back)
 
-    def _rows(self, sent: Count, row_bytes: int, placed: Placed, calls: int) -> Cost:
+    def _rows(self, sent: Count, place_bytes: int, placed: Placed, calls: int) -> Cost:
         if placed.grid.size <= self.per_host:
-            return Cost(memory_bytes=2 * sent.nbytes * row_bytes * placed.grid.size)
-        cost = Cost.sent(sent.messages * calls, sent.nbytes * row_bytes, sharing=self._crossing(placed.grid.columns))
-        if self._together(placed) > 1 and placed.strips > 2:  # one of its neighbours is on its own host
+            return Cost(memory_bytes=2 * sent.nbytes * place_bytes * placed.grid.size)
+        cost = Cost.sent(sent.messages * calls, sent.nbytes * place_bytes, sharing=self._crossing(placed.grid.columns))
+        if self._together(placed) > 1 and placed.strips > 2 and 1 in placed.parts:  # one of its neighbours is on its own host
             cost = replace(cost, messages=cost.messages / 2, nic_bytes=cost.nic_bytes / 2)
         return cost
 
@@ -202,7 +211,7 @@ class Ours:
             if layer.running:
                 channels = math.ceil(layer.outputs[0] / grid.rows) if divided else layer.outputs[0]
                 there += self._wire(all_reduce(2 * channels, grid.columns, self.word_bytes), placed, layer.calls)
-            if layer.one_row and placed.strips > 1:
+            if placed.strips > 1 and layer.pools_to_one(placed.parts):
                 there += self._wire(all_reduce(samples * layer.numel_out, grid.rows, self.word_bytes), placed, layer.calls)
         return there, back
 
@@ -284,14 +293,17 @@ def _needed(stage: Stage, placed: Placed) -> Lie:
 
 def _left(stage: Stage, placed: Sequence[Placed]) -> list[Lie]:
     """How a stage's outputs lie."""
-    return [each.leaves(channels=stage.leaves_channels, strips=stage.leaves_strips) for each in placed]
+    strips = {parts: stage.leaves(parts) for parts in {each.parts for each in placed}}
+    return [each.leaves(channels=stage.leaves_channels, strips=strips[each.parts]) for each in placed]
 
 
 def _gathered(before: Stage, one: Lies, other: Lies, pieces: Integers, share: Array) -> tuple[Integers, Array]:
     """Pieces and share where a ring within each column brings together what its rows hold; elsewhere as they were."""
-    rings = (one.samples == other.samples) & (other.channels == 1) & (other.strips == 1)
-    units = np.where(one.channels > 1, before.head.units, before.image_rows)
-    rows = np.maximum(one.channels, one.strips)
+    rings = (one.samples == other.samples) & (other.channels == 1) & (other.strips == 1) & (other.wide == 1)
+    rings &= (one.strips == 1) | (one.wide == 1)
+    tall, wide = before.image_size
+    units = np.where(one.channels > 1, before.head.units, np.where(one.wide > 1, wide, tall))
+    rows = np.maximum(np.maximum(one.channels, one.strips), one.wide)
     smallest = np.where(rows == 1, units, units // rows)  # as in `ring`
     messages = np.where(rows == 1, 0, np.where(smallest > 0, rows - 1, np.minimum(units, rows - 1)))
     return np.where(rings, messages + 1, pieces), np.where(rings, (units - smallest) / units / one.samples, share)
@@ -299,17 +311,24 @@ def _gathered(before: Stage, one: Lies, other: Lies, pieces: Integers, share: Ar
 
 @dataclass(frozen=True, slots=True)
 class _Halo:
-    """The rows and messages that each strip sends, and how the output is divided."""
+    """The places and messages that each part of an image sends, and how the output is divided."""
 
     forward: tuple[Count, ...]
     backward: tuple[Count, ...]
-    outputs: Division
+    outputs: tuple[Division, Division]
 
 
 @lru_cache(maxsize=4096)
-def _halo(reach: Window | Transposed | Table, division: Division) -> _Halo:
-    outputs = follow(reach, division)
-    sent = halo_traffic(reach, division, outputs, 1)
+def _halo(reaches: Reaches, divisions: tuple[Division, Division]) -> _Halo:
+    """Bytes are numbers of places."""
+    outputs = follow(reaches[0], divisions[0]), follow(reaches[1], divisions[1])
+    tall, wide = divisions
+    if len(wide) == 1:
+        sent = halo_traffic(reaches[0], tall, outputs[0], wide[0][1])
+    elif len(tall) == 1:
+        sent = halo_traffic(reaches[1], wide, outputs[1], tall[0][1])
+    else:
+        sent = grid_traffic(reaches, divisions, outputs, 1)
     return _Halo(sent["forward"], sent["backward"], outputs)
 
 

@@ -23,13 +23,15 @@ class Placed:
 
     choice: Choice
     grid: Grid
+    wide: int = 1
+    """Of ``domain``: into how many parts the width of an image is divided."""
 
     @classmethod
-    def of(cls, choice: Choice, grid: Grid) -> Placed:
+    def of(cls, choice: Choice, grid: Grid, wide: int = 1) -> Placed:
         """The canonical form: every choice on a grid with one row is batch parallelism."""
         if choice == "batch" or grid.rows == 1:
             return cls("batch", Grid(1, grid.size))
-        return cls(choice, grid)
+        return cls(choice, grid, wide if choice == "domain" else 1)
 
     @property
     def samples(self) -> int:
@@ -41,27 +43,41 @@ class Placed:
         """The number of strips into which each image is divided."""
         return self.grid.rows if self.choice == "domain" else 1
 
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Into how many parts the height and the width of each image are divided."""
+        return self.strips // self.wide, self.wide
+
+    @property
+    def strips_text(self) -> str:
+        """As plans write it."""
+        tall, wide = self.parts
+        return "height" if wide == 1 else "width" if tall == 1 else f"{tall}x{wide}"
+
     def needs(self) -> Lie:
         """How its input must be divided."""
-        return Lie(self.samples, 1, self.strips)
+        return Lie(self.samples, 1, *self.parts)
 
     def leaves(self, *, channels: bool, strips: bool) -> Lie:
         """How its output is divided. ``channels``: the layer leaves channels divided if model-parallel; ``strips``: strips if
         domain-parallel."""
         divided = self.grid.rows if channels and self.choice == "model" else 1
-        return Lie(self.samples, divided, self.strips if strips else 1)
+        return Lie(self.samples, divided, *(self.parts if strips else (1, 1)))
 
     def __str__(self) -> str:
-        return "batch" if self.choice == "batch" else f"{self.choice} {self.grid}"
+        if self.choice == "batch":
+            return "batch"
+        return f"{self.choice} {self.grid}" + ("" if self.wide == 1 else f" by {self.strips_text}")
 
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """How activations are divided: into how many parts of their samples, channels and rows."""
+    """How activations are divided: into how many parts of their samples, channels, rows and columns."""
 
     samples: int
     channels: int = 1
     strips: int = 1
+    wide: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +87,7 @@ class Lies:
     samples: Integers
     channels: Integers
     strips: Integers
+    wide: Integers
 
     @classmethod
     def of(cls, lies: Sequence[Lie], dimension: int) -> Lies:
@@ -79,7 +96,7 @@ class Lies:
         def along(numbers: Iterable[int]) -> Integers:
             return np.expand_dims(np.array(list(numbers), np.int64), 1 - dimension)
 
-        return cls(*(along(getattr(lie, each) for lie in lies) for each in ("samples", "channels", "strips")))
+        return cls(*(along(getattr(lie, each) for lie in lies) for each in ("samples", "channels", "strips", "wide")))
 
 
 def lacking(held: Lies, needed: Lies) -> tuple[Integers, Array]:
@@ -93,7 +110,7 @@ def lacking(held: Lies, needed: Lies) -> tuple[Integers, Array]:
     Returns the number of processes that exchange data, 1 where each has all that it needs; and what a process receives, as a share
     of the whole batch's activations.
     """
-    parts = needed.samples * needed.channels * needed.strips
+    parts = needed.samples * needed.channels * needed.strips * needed.wide
     common = np.lcm(held.samples, needed.samples)
-    common = common * np.lcm(held.channels, needed.channels) * np.lcm(held.strips, needed.strips)
+    common = common * np.lcm(held.channels, needed.channels) * np.lcm(held.strips, needed.strips) * np.lcm(held.wide, needed.wide)
     return common // parts, 1 / parts - 1 / common

@@ -74,16 +74,18 @@ class Times:
 
     @classmethod
     def of(cls, problem: Problem, stage: Stage, placed: Placed, cost: LayerCost) -> Times:
-        """Halos are sent while the interior is computed; input gradients while the weight gradients of their layer are computed
-        (half of the backward); weight gradients while earlier layers are computed. All-gathers, statistics and redistributions are
-        waited for; and each message with statistics, which is small, in the backward for a piece of weight gradients on its way.
+        """Halos are sent while the interior is computed, but for half of those of grids of strips; input gradients while the weight
+        gradients of their layer are computed (half of the backward); weight gradients while earlier layers are computed.
+        All-gathers, statistics and redistributions are waited for; and each message with statistics, which is small, in the
+        backward for a piece of weight gradients on its way.
         ``cost``: the layer's own."""
         link, overlap = problem.link, problem.overlap
         forward_s, backward_s = problem.seconds(stage, placed)
         halo_s, halo_back_s, dx_s = (link.seconds(each) for each in (cost.halo, cost.halo_back, cost.dx))
-        hidden_s = min(halo_back_s + dx_s, overlap * backward_s / 2)
+        beside = 1.0 if 1 in placed.parts else 0.5  # of a grid of strips, columns follow rows when the interior is computed
+        hidden_s = min(beside * halo_back_s + dx_s, overlap * backward_s / 2)
         waits_s = forward_s + backward_s + link.seconds(cost.all_gather + cost.statistics + cost.statistics_back)
-        waits_s += max(0.0, halo_s - overlap * forward_s) + halo_back_s + dx_s - hidden_s
+        waits_s += max((1 - beside) * halo_s, halo_s - overlap * forward_s) + halo_back_s + dx_s - hidden_s
         waits_s += overlap * cost.statistics_back.messages * _piece_bytes(placed, cost.dw) * link.byte_s
         drains_s = overlap * backward_s - hidden_s
         return cls(waits_s, drains_s, link.seconds(cost.dw), problem.memory(stage, placed).total)

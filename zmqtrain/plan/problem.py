@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TypeAlias
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.grid import Grid
@@ -19,6 +21,10 @@ from zmqtrain.topology.suggest import did_you_mean
 
 #: Choices that divide a layer over rows.
 ROW_CHOICES: tuple[Choice, ...] = ("model", "domain", "whole")
+
+
+#: The parts of an image up to which other strips than those of the height are proposed, which bounds the planner's time.
+MOST_PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,12 @@ class Problem:
         excluded: dict[str, str] = {}
         every = [Placed.of("batch", Grid(1, self.processes))]
         every += [Placed(choice, grid) for choice in ROW_CHOICES for grid in self.grids() if grid.rows > 1]
+        images = tuple(_reaching(each.head) for each in self.layers if each.head.image) if self.pricing.strips else ()
         for one in every:
+            if one.choice == "domain" and images and one.strips <= MOST_PARTS:
+                per_message = self.link.alpha_s / (self.link.byte_s * self.pricing.word_bytes) * one.samples / self.batch
+                ways = dict.fromkeys((_best_wide(images, one.strips, per_message), 1))
+                one = next((way for wide in ways if not self.obstacle(stage, way := replace(one, wide=wide))), one)
             reason = self.obstacle(stage, one)
             if reason is None:
                 placed.append(one)
@@ -121,9 +132,10 @@ class Problem:
         if placed.choice == "model" and grid.rows > head.groups > 1 and grid.rows % head.groups:
             return Obstacle(f"each row must have whole groups of its {head.groups}, or a part of one")
         if placed.choice == "domain":
-            least = min(head.inputs[1], head.outputs[1])
-            if grid.rows > least:
-                return Obstacle(f"there would be more rows than the {least} of its image")
+            for parts, axis, what in zip(placed.parts, (1, 2), ("rows", "columns"), strict=True):
+                least = min(head.inputs[axis], head.outputs[axis])
+                if parts > least:
+                    return Obstacle(f"there would be more {what} than the {least} of its image")
         return None
 
     def seconds(self, stage: Stage, placed: Placed) -> tuple[float, float]:
@@ -134,7 +146,9 @@ class Problem:
         if placed.choice == "model":
             work = share * math.ceil(stage.head.units / grid.rows) / stage.head.units
         elif placed.choice == "domain":
-            work = share * math.ceil(stage.head.outputs[1] / grid.rows) / stage.head.outputs[1]
+            work = float(share)
+            for parts, size in zip(placed.parts, stage.head.outputs[1:], strict=True):
+                work *= math.ceil(size / parts) / size
         else:
             work = share
         return forward * work, backward * work
@@ -160,7 +174,11 @@ class Obstacle:
 
 def plan_of(problem: Problem, placed: Sequence[Placed]) -> Plan:
     """The plan in the form that `zmqtrain.parallelize` takes."""
-    return Plan(tuple(LayerPlan(stage.name, how.choice, how.grid) for stage, how in zip(problem.layers, placed, strict=True)))
+    return Plan(
+        tuple(
+            LayerPlan(stage.name, how.choice, how.grid, how.strips_text) for stage, how in zip(problem.layers, placed, strict=True)
+        )
+    )
 
 
 def placed_of(problem: Problem, plan: Plan) -> list[Placed]:
@@ -181,17 +199,39 @@ def placed_of(problem: Problem, plan: Plan) -> list[Placed]:
     for stage in problem.layers:
         layer = plan.of(stage.name)
         assert layer is not None
-        if layer.strips != "height":
-            raise UsageError(
-                f"the plan divides the images of layer {stage.name} by {layer.strips}: it can be launched, but "
-                "prices are known for strips of their height alone"
-            )
-        one = Placed.of(layer.choice, layer.grid)
+        one = Placed.of(layer.choice, layer.grid, layer.parts.width if layer.choice == "domain" else 1)
         reason = problem.obstacle(stage, one)
         if reason is not None:
             raise UsageError(f"the plan's {layer.choice} {layer.grid} of layer {stage.name} is impossible: {reason.text}")
         found.append(one)
     return found
+
+
+#: Of a layer: its image's channels, height and width, and the rows that a part needs beyond its edge.
+_Image: TypeAlias = tuple[int, int, int, int]
+
+
+def _reaching(layer: LayerShape) -> _Image:
+    return (*layer.inputs, max(layer.kernel) // 2)  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=4096)
+def _best_wide(images: tuple[_Image, ...], rows: int, per_message: float) -> int:
+    """Into how many parts the width of a model's images is best divided, over so many processes: the same for all layers, so that
+    activations stay where they are. ``per_message``: elements of a sample that take as long as a message."""
+    _, height, width, _ = images[0]
+
+    def cost(wide: int) -> float:
+        tall = rows // wide
+        above, beside = min(tall - 1, 2), min(wide - 1, 2)
+        return sum(
+            (above + beside) * per_message + channels * reach * (above * wider / wide + beside * taller / tall)
+            for channels, taller, wider, reach in images
+            if reach
+        )
+
+    ways = [wide for wide in range(1, min(rows, width) + 1) if rows % wide == 0 and rows // wide <= height]
+    return min(ways, key=lambda wide: (cost(wide), wide), default=1)
 
 
 def _spatial(stage: Stage) -> list[LayerShape]:

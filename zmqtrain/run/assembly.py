@@ -26,6 +26,7 @@ from zmqtrain.membership.environment import net_settings
 from zmqtrain.membership.journal import Journal
 from zmqtrain.net.curve import Identity
 from zmqtrain.run.draining import drain
+from zmqtrain.run.joining import Places
 from zmqtrain.run.preemption import Preemption, stop_workers
 from zmqtrain.run.strength import keep_enough
 from zmqtrain.topology.placement import place
@@ -121,6 +122,7 @@ class Assembly:
             journal=journal,
         )
         serve_description(endpoint, description)
+        self._places = Places(topology, placement)
 
     async def run(self) -> Outcome:
         """Keep the membership until the run has ended; meanwhile collect checkpoints, and stop with one on request.
@@ -154,6 +156,10 @@ class Assembly:
         """Let ``host`` leave, while the others train on. Raises like `zmqtrain.run.draining.drain`."""
         topology, placement = self.description.topology, self.description.placement
         return await drain(host, self._endpoint, self.coordinator, topology, placement, self._say)
+
+    def place_for_another(self) -> str:
+        """The name of the host that a machine takes part as which comes now. Raises like `zmqtrain.run.joining.Places.take`."""
+        return self._places.take(self.coordinator.view, asyncio.get_running_loop().time())
 
     def halt(self, reason: str) -> None:
         """Stop the run in an orderly way, without a checkpoint: every member is told once, with the reason."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def check_drain(host: str, topology: Topology, placement: Placement, view: View) -> None:
     """Raises `UsageError`, with the reason, if the run cannot continue without ``host``, or has no such host."""
-    if host not in placement.hosts:
+    if host not in placement.hosts and not placement.of_host(host):
         meant = did_you_mean(host, placement.hosts)
         known = f"did you mean {meant}?" if meant else f"it has {name_some(list(placement.hosts))}"
         raise UsageError(f"the run has no host {host}: {known}")

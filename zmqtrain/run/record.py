@@ -65,7 +65,7 @@ class RunRecord:
         self._sinks = FanOut() if sinks is None else sinks
         self._unkept: list[int] = []  # the steps of checkpoints that could not be written
         self._losses: list[str] = []  # reasons of losses after which the run continued
-        self._host_of = {role.peer: role.host for role in self._placement.roles}
+        self._host_of = {role.peer: role.host for role in (*self._placement.roles, *self._placement.spares)}
 
     def take_up(self) -> None:
         """Take up what another launcher has recorded of this run, from its events."""
@@ -87,8 +87,8 @@ class RunRecord:
     def settle(self, description: RunDescription) -> None:
         """Set the description, once the hosts and the placement are known."""
         self._topology, self._placement = description.topology, description.placement
-        self._host_of = {role.peer: role.host for role in self._placement.roles}
-        self._view.regroup({role.peer: role.group for role in self._placement.workers})
+        self._host_of = {role.peer: role.host for role in (*self._placement.roles, *self._placement.spares)}
+        self._view.regroup({role.peer: role.group for role in self._placement.everyone})
 
     def membership_event(self, kind: str, values: dict[str, Any]) -> None:
         """Take an event of the coordinator (`zmqtrain.membership.coordinator.EventCallback`)."""
@@ -103,7 +103,8 @@ class RunRecord:
         elif kind == "backup" and values.get("alone"):
             self._view.note(f"warning: {values['reason']}")
         elif kind == "join" and values.get("late"):
-            self._view.note(f"{peer} is back")
+            came = {f"agent/{spare.host}" for spare in self._placement.spares} | {spare.peer for spare in self._placement.spares}
+            self._view.note(f"{peer} has joined the run" if peer in came else f"{peer} is back")
         elif kind in ("failed", "halt") and not self.quiet:  # the reason is shown once, at the end, after all reports
             self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
 

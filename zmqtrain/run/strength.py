@@ -25,7 +25,9 @@ async def keep_enough(coordinator: Coordinator, topology: Topology, preemption: 
         return
 
     def lost(view: View) -> int:
-        return sum(peer.startswith("worker/") for peer in view.lost)
+        """How many are missing of those with which the run began; others may have come in their place."""
+        first = {f"worker/{rank}" for rank in range(every)}
+        return sum(peer in first for peer in view.lost) - sum(worker.peer not in first for worker in view.workers())
 
     def enough(view: View) -> bool:
         return every - lost(view) >= least

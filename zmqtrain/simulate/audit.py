@@ -275,9 +275,9 @@ class Auditor:
             self.note(f"trained more than once: {', '.join(sorted(again)[:5])}")
         until = job.steps if self.stopped_at is None else self.stopped_at
         if until is not None:
-            stayed = [worker.peer for worker in self._placement.workers if worker.peer not in self._lost]
+            stayed = {worker.peer for worker in self._placement.workers if worker.peer not in self._lost}
             missing = (until - self._first) * len(stayed)
-            missing -= sum(peer not in self._lost and step < until for peer, step in self._steps)
+            missing -= sum(peer in stayed and step < until for peer, step in self._steps)
             if missing:
                 self.note(f"{missing} steps of workers are missing")
         if self._slots is not None and not corrupted and not self._first:

@@ -25,11 +25,13 @@ class Cluster:
         self.processes: dict[PeerId, Process] = {}
         self.hosts: dict[str, SimulatedHost] = {}
         self._memories: dict[str, HostMemory] = {}
-        self._slow: dict[PeerId, float] = {role.peer: (slowdowns or {}).get(role.host, 1.0) for role in placement.roles}
+        self._slow: dict[PeerId, float] = {
+            role.peer: (slowdowns or {}).get(role.host, 1.0) for role in (*placement.roles, *placement.spares)
+        }
 
     def peers(self, name: str) -> tuple[PeerId, ...]:
         """The roles of a host and its agent; or the role itself."""
-        if name in self.placement.hosts:
+        if name in self.placement.hosts or self.placement.of_host(name):
             return (*(role.peer for role in self.placement.of_host(name)), f"agent/{name}")
         return (name,)
 

@@ -18,7 +18,7 @@ from zmqtrain.topology.ranges import expand
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts
 
-FaultKind: TypeAlias = Literal["kill", "restart", "pause", "partition", "heal", "slow", "delay", "corrupt", "drop"]
+FaultKind: TypeAlias = Literal["kill", "restart", "pause", "partition", "heal", "slow", "delay", "corrupt", "drop", "join"]
 
 #: The kinds of random faults, with their weights: mostly those that a run has to survive.
 WEIGHTS: dict[FaultKind, int] = {
@@ -26,6 +26,8 @@ WEIGHTS: dict[FaultKind, int] = {
 }  # fmt: skip
 #: Those of elastic runs, which have to survive losses.
 ELASTIC_WEIGHTS: dict[FaultKind, int] = {**WEIGHTS, "kill": 6, "restart": 8}
+#: The weight of newcomers, where a run may have more workers than it begins with.
+JOIN_WEIGHT = 12
 #: The share of an elastic run's losses that hit workers alone. A lost server ends it.
 WORKERS_HIT = 0.9
 #: The share of faults that come soon after the one before, while the run still reacts to that.
@@ -86,7 +88,7 @@ class Fault:
             return False
         if self.target == COORDINATOR:
             return True  # another one goes on
-        if elastic:
+        if elastic or self.kind == "join":
             return True
         if self.kind in ("kill", "restart"):
             return False
@@ -94,6 +96,11 @@ class Fault:
             # Until it is over, no process may consider another one lost, or give up waiting for an answer.
             return self.lasts is not None and self.lasts < timeouts.silent_s / 2
         return True
+
+
+def join(target: str, *, at: float | None = None, step: int | None = None) -> Fault:
+    """A machine that was not there before takes part from now on (``[job] max_workers``): ``joined-1`` is the first."""
+    return Fault("join", at=at, step=step, target=target)
 
 
 def kill(target: str, *, at: float | None = None, step: int | None = None) -> Fault:
@@ -185,11 +192,13 @@ def random_faults(
     placement: Placement, timeouts: Timeouts, horizon_s: float, draw: random.Random, *, elastic: bool = False
 ) -> tuple[Fault, ...]:
     """A schedule of one to `MOST_RANDOM` faults for a run that takes about ``horizon_s`` seconds without them."""
-    weights = ELASTIC_WEIGHTS if elastic else WEIGHTS
+    weights = dict(ELASTIC_WEIGHTS if elastic else WEIGHTS)
+    if placement.spares:
+        weights["join"] = JOIN_WEIGHT
     kinds = list(weights)
     hosts = [host for host in placement.hosts if placement.of_host(host)]
     peers = [role.peer for role in placement.roles]
-    workers = [worker.peer for worker in placement.workers]
+    workers = [worker.peer for worker in placement.everyone]
     theirs = [host for host in hosts if all(role.kind == "worker" for role in placement.of_host(host))]
     faults: list[Fault] = []
     at = draw.uniform(0, horizon_s)
@@ -203,6 +212,8 @@ def random_faults(
         if draw.random() < 0.5:
             lasts = draw.choice([0.02, 0.1, 0.5]) * horizon_s * draw.uniform(0.5, 1.0)
         match kind:
+            case "join":
+                faults.append(join(draw.choice(placement.spares).host, at=at))
             case "kill":
                 faults.append(kill(host if draw.random() < 0.25 else target, at=at))
             case "restart":

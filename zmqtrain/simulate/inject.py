@@ -81,6 +81,9 @@ class Injector:
                 else:
                     for peer in peers:
                         await self._start_again(peer)
+            case "join":
+                assert fault.target is not None
+                self._start_host_again(fault.target)
             case "pause":
                 for peer in peers:
                     cluster.pause(peer)
@@ -135,7 +138,8 @@ class Injector:
         """The machine is there again, and something outside the run starts an agent on it."""
         assert self._plan is not None
         agent = f"agent/{host}"
-        if not self.over and not self._cluster.processes[agent].tasks:  # otherwise another fault has done so already
+        before = self._cluster.processes.get(agent)
+        if not self.over and (before is None or not before.tasks):  # otherwise another fault has done so already
             life = be_host(self._plan, host)
             # The run may refuse it, which is no failure of the run.
             life.add_done_callback(lambda task: task.cancelled() or task.exception())

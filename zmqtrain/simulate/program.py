@@ -92,7 +92,7 @@ def simulate(
         options = replace(options, data_path=os.fspath(data))
     topology = decided(_possible(job.topology, options), job.file.parent, options.data_path)
     placement = place(topology)
-    fold = Fold({role.peer: role.host for role in placement.roles}, group_size=placement.group_size)
+    fold = Fold({role.peer: role.host for role in (*placement.roles, *placement.spares)}, group_size=placement.group_size)
     gone = threading.Event()
     result = _beside_a_loop(lambda: simulated(topology, seed=seed, options=_watched(options, fold, gone)), gone)
     state = {**fold.state.to_dict(), "name": topology.job.name, "status": {"status": result.ending.status}}

@@ -136,6 +136,13 @@ class Job(Section):
         description="The fewest workers of an elastic run. With fewer, it waits for others to come back while those that are left "
         "train on; then it stops with a checkpoint, and an exit code worth retrying. Default: it continues with any number.",
     )
+    max_workers: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST,
+        description="For elastic all-reduce: how many workers the run may have. Beyond those with which it begins, others take "
+        "part while it trains (`zmqtrain join RUN`). Default: no others.",
+    )
     min_workers_wait: Alone = Field(
         default=600.0, description="How long an elastic run may have fewer than `min_workers` workers. 0: it stops at once."
     )

@@ -20,6 +20,8 @@ from zmqtrain.topology.schema import Host, Topology
 
 T = TypeVar("T")
 RoleKind = Literal["worker", "server", "fc"]
+#: What the names of hosts of workers begin with that may come later.
+SPARE = "joined-"
 #: An error lists at most this many hosts, and then says how many more there are.
 MOST_LISTED = 8
 
@@ -74,12 +76,19 @@ class Placement:
     group_size: int
     servers: int
     fc_servers: int = 0
+    spares: tuple[RolePlacement, ...] = ()
+    """Workers that may come later, each on a host of its own that the file does not name. Each counts as a further group."""
     _index: _Index | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def workers(self) -> tuple[RolePlacement, ...]:
         """The workers, by rank."""
         return self.roles[: self.world_size]
+
+    @property
+    def everyone(self) -> tuple[RolePlacement, ...]:
+        """All workers that there may ever be, by rank: also those that may come later."""
+        return (*self.workers, *self.spares)
 
     @property
     def server_roles(self) -> tuple[RolePlacement, ...]:
@@ -98,6 +107,8 @@ class Placement:
 
     def group_members(self, group: int) -> tuple[str, ...]:
         """The peer ids of a group's workers, by position."""
+        if group >= self.groups:
+            return (self.spares[group - self.groups].peer,)
         return tuple(role.peer for role in self.roles[group * self.group_size : (group + 1) * self.group_size])
 
     def of_host(self, name: str) -> tuple[RolePlacement, ...]:
@@ -110,7 +121,7 @@ class Placement:
 
     def _indexed(self) -> _Index:
         if self._index is None:
-            object.__setattr__(self, "_index", _Index.of(self.roles))
+            object.__setattr__(self, "_index", _Index.of((*self.roles, *self.spares)))
         assert self._index is not None
         return self._index
 
@@ -123,6 +134,7 @@ class Placement:
             "group_size": self.group_size,
             "servers": self.servers,
             "fc_servers": self.fc_servers,
+            "spares": [asdict(role) for role in self.spares],
         }
 
     @classmethod
@@ -135,6 +147,7 @@ class Placement:
             group_size=values["group_size"],
             servers=values["servers"],
             fc_servers=values["fc_servers"],
+            spares=tuple(RolePlacement(**role) for role in values["spares"]),
         )
 
 
@@ -178,7 +191,16 @@ def place(topology: Topology) -> Placement:
         group_size=compute.group_size,
         servers=topology.servers,
         fc_servers=topology.fc_servers,
+        spares=tuple(_spare(topology, number) for number in range(topology.spares)),
     )
+
+
+def _spare(topology: Topology, number: int) -> RolePlacement:
+    """A worker that may come later, on a machine of which nothing is known yet."""
+    compute, rank = topology.compute, topology.compute.workers + number
+    device = compute.device if compute.device in ("cpu", "modelled") else "auto"
+    threads = compute.threads or max(1, topology.hosts[0].slots)
+    return RolePlacement("worker", rank, f"worker/{rank}", f"{SPARE}{number + 1}", 0, threads, device, compute.groups + number, 0)
 
 
 def backups_for(placement: Placement, server: str) -> tuple[str, ...]:

@@ -64,7 +64,8 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
     if job.elastic and why is not None:
         reason, paths = why
         yield rule(reason, ("job", "elastic"), *paths)
-    needs = [name for name, given in (("restarts", job.restarts), ("min_workers", job.min_workers)) if given]
+    named = (("restarts", job.restarts), ("min_workers", job.min_workers), ("max_workers", job.max_workers))
+    needs = [name for name, given in named if given]
     if not topology.elastic:
         reason, paths = why_it_is_not(topology)
         for name in needs:
@@ -73,6 +74,26 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
     elif job.min_workers is not None and job.min_workers > topology.compute.workers:
         text = f"min_workers is {job.min_workers}, but the run has {topology.compute.workers} workers"
         yield rule(text, ("job", "min_workers"), ("compute", "groups"))
+    if topology.elastic and job.max_workers is not None:
+        yield from _others(topology, job.max_workers)
+
+
+def _others(topology: Topology, most: int) -> Iterator[BrokenRule]:
+    """Whether others may take part beyond the workers with which the run begins."""
+    compute = topology.compute
+    if topology.exchange.kind != "allreduce":
+        text = "max_workers is for all-reduce: with other exchanges each group has its own batches, and there are none for others"
+        yield rule(text, ("job", "max_workers"), ("exchange", "kind"))
+    elif most < compute.workers:
+        yield rule(
+            f"max_workers is {most}, but the run has {compute.workers} workers", ("job", "max_workers"), ("compute", "groups")
+        )
+    elif most * compute.accumulate > compute.groups * compute.batch_size:
+        text = (
+            f"max_workers is {most}, but a step has {compute.groups * compute.batch_size} samples, too few for so many: raise "
+            "[compute] batch_size"
+        )
+        yield rule(text, ("job", "max_workers"), ("compute", "batch_size"))
 
 
 def _data(topology: Topology) -> Iterator[BrokenRule]:

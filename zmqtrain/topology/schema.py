@@ -138,6 +138,11 @@ class Topology(Section):
         return bool(self.job.elastic or (self.job.restarts and self.elastic) or self.replicated)
 
     @property
+    def spares(self) -> int:
+        """How many workers may come beyond those with which the run begins."""
+        return max(0, (self.job.max_workers or 0) - self.compute.workers) if self.elastic else 0
+
+    @property
     def replicated(self) -> bool:
         """Whether the run carries on without a model server that is lost, since another one has its shard, too."""
         return self.exchange.kind == "model_server" and self.exchange.replicas > 0

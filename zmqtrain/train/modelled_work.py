@@ -216,7 +216,8 @@ class ModelledWork:
     def _state_values(self, memory: SmallMemory) -> None:
         context = self._context
         topology = context.topology
-        known = exact(topology) and (topology.exchange.kind != "model_server" or topology.exchange.policy == "sync")
+        late = self._members.late  # it may have begun with the last step
+        known = not late and exact(topology) and (topology.exchange.kind != "model_server" or topology.exchange.policy == "sync")
         if known:
             expected = expected_parameters(self._profile, topology, self._steps)
             context.recorder.audit("values", wrong=differences(memory.values(self._replica.buckets), expected))

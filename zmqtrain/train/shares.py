@@ -32,7 +32,7 @@ class Scope:
         """The scope of a worker. ``batch_size``: of a group, in place of the file's."""
         batch = batch_size or topology.compute.batch_size
         if in_step(topology):
-            return cls(tuple(worker.peer for worker in placement.workers), 0, batch * placement.groups)
+            return cls(tuple(worker.peer for worker in placement.everyone), 0, batch * placement.groups)
         return cls(placement.group_members(role.group), batch * role.group, batch)
 
 

@@ -346,7 +346,7 @@ class TorchWork:
         if not self._members.survives:
             return None
         before = max(0, step - 1)
-        ranks = {worker.peer: worker.index for worker in self._context.placement.workers}
+        ranks = {worker.peer: worker.index for worker in self._context.placement.everyone}
         return tuple(ranks[peer] for peer in self._members.at(before) if self._members.there(peer, before))
 
     def _saver(self, endpoint: Endpoint, members: tuple[int, ...] | None = None) -> Saver:

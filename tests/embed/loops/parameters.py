@@ -97,6 +97,44 @@ def adversaries(loop: Loop) -> None:
     loop.start()
 
 
+@row("a second optimizer, of other parameters of the model, that is not replicated", refused="is trained, but not by the optimizer")
+def second_optimizer(loop: Loop) -> None:
+    model = loop.build()
+    model, optimizer = loop.replicate(model, sgd(model[0].parameters()))
+    own = sgd(model[2].parameters())
+    for inputs, target in loop.batches():
+        model.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+        own.step()
+
+
+@row("optimizers that run within `backward()` (`register_post_accumulate_grad_hook`)", refused="only this worker's part")
+def within_backward(loop: Loop) -> None:
+    model, _ = loop.start()
+    for parameter in model.parameters():
+        own = plain_sgd([parameter])
+        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    for inputs, target in loop.batches():
+        cross_entropy(model(inputs), target).backward()
+
+
+@row("hooks on the optimizer's step", refused="hooks on its step", by=SERVERS)
+def step_hooks(loop: Loop) -> None:
+    model, optimizer = loop.start()
+
+    def shrink(*_: object) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+
+    optimizer.register_step_post_hook(shrink)
+    for inputs, target in loop.batches():
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+
+
 @row("an optimizer with more than the model's parameters", refused="do not belong to the model")
 def foreign(loop: Loop) -> None:
     model, temperature = loop.build(), nn.Parameter(torch.ones(1, dtype=loop.dtype))

@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+from setproctitle import setproctitle
 
 
 def main(report: int) -> int:
@@ -30,6 +33,9 @@ def main(report: int) -> int:
                 ["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=moved
             )
             print(other.pid, flush=True)
+    elif todo == "name":
+        setproctitle(os.environ["WHO"])
+        print(Path("/proc/self/cmdline").read_text().rstrip("\0"), flush=True)
     elif todo == "sleep":
         print("ready", flush=True)
         time.sleep(600)

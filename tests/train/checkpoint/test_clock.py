@@ -21,7 +21,7 @@ async def test_without_an_interval_checkpoints_are_kept_only_on_request() -> Non
     for endpoint in endpoints[1:]:
         endpoint.add_peer(COORDINATOR, endpoints[0].address)
         endpoints[0].add_peer(endpoint.peer, endpoint.address)
-    clock = CheckpointClock(endpoints[0], ("worker/0", "worker/1"), None, timeout_s=60.0)
+    clock = CheckpointClock(endpoints[0], lambda: ("worker/0", "worker/1"), None, timeout_s=60.0)
     complete: list[int] = []
 
     async def completed(step: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zmqtrain.errors import PlacementError, UsageError
+from zmqtrain.errors import CheckpointError, PlacementError, UsageError
 from zmqtrain.launcher.engine import make_engine
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
 from zmqtrain.observe.sinks.make import make_sinks
@@ -18,6 +18,7 @@ from zmqtrain.topology.placement import Placement, place, place_before
 from zmqtrain.topology.ranges import count
 from zmqtrain.topology.schema import Network, Simulation, Topology
 from zmqtrain.topology.units import format_duration, format_rate, format_size
+from zmqtrain.train.checkpoint.weights import Weights
 from zmqtrain.train.data_path import said_data_path
 from zmqtrain.train.device.profile import Profile
 from zmqtrain.words import counted
@@ -60,6 +61,7 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
         *_sinks(topology),
         _task(topology),
         *_data(topology, data),
+        *_weights(topology),
         _port(topology),
         *_profile(topology),
         *_sync(topology),
@@ -119,6 +121,19 @@ def _data(topology: Topology, given: str | None) -> Iterator[Finding]:
         yield Finding("data", True, f"{path} ({source})")
     else:
         yield Finding("data", False, f"{path} does not exist here: correct {source}. The path must exist on every host")
+
+
+def _weights(topology: Topology) -> Iterator[Finding]:
+    """The launching machine reads them."""
+    given = topology.job.weights
+    if given is None:
+        return
+    try:
+        Weights.of(Path(given))
+    except CheckpointError as error:
+        yield Finding("weights", False, str(error))
+    else:
+        yield Finding("weights", True, f"{given} ([job] weights)")
 
 
 def _sync(topology: Topology) -> Iterator[Finding]:

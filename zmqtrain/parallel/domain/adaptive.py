@@ -166,6 +166,13 @@ class DomainGlobalPool(nn.Module):
         return [Collective("all_reduce" if self.mean else "all_gather", numbers, element_size, "forward")]
 
 
+def mean_of_parts(own: Tensor, places: int, communicator: Communicator, name: str) -> Tensor:
+    """The mean over all places of an image of which each member has a block: what `DomainGlobalPool` is to strips."""
+    part = own.sum(tuple(range(FIRST, own.dim())), keepdim=True) / places
+    found: Tensor = _Sum.apply(part, communicator, Label(name, "statistics"))  # type: ignore[no-untyped-call]
+    return found
+
+
 class _Sum(torch.autograd.Function):
     """The sum over all members. Each has the gradient of the sum already."""
 

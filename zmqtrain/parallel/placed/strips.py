@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zmqtrain.errors import UsageError
-from zmqtrain.parallel.domain.adaptive import output_size
+from zmqtrain.parallel.domain.adaptive import mean_of_parts, output_size
 from zmqtrain.parallel.domain.axes import FIRST
 from zmqtrain.parallel.domain.layer import Across
 from zmqtrain.parallel.domain.make import domain_layer
@@ -151,7 +152,9 @@ def _pool(kind: type[nn.Module], names: tuple[str, ...]) -> Callable[..., Any]:
             return NotImplemented
         world = input.world
         if place.across is not None and "AdaptiveAvg" in kind.__name__ and set(output_size(kind(**settings))) == {1}:
-            return input.mean(tuple(range(FIRST, input.dim())), keepdim=True)
+            column = world.fabric.among(place.grid.column(world.rank))
+            mean = mean_of_parts(to_local(input, place, world), math.prod(input.shape[FIRST:]), column, world.layer)
+            return from_local(mean, place.whole(), (*input.shape[:FIRST], *mean.shape[FIRST:]), world)
         return on_strips(world, input, place, world.layer, (kind.__name__, repr(settings)), lambda: kind(**settings), {})
 
     return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ class CheckpointClock:
     def __init__(
         self,
         endpoint: Endpoint,
-        workers: Sequence[PeerId],
+        workers: Callable[[], Sequence[PeerId]],
         every_s: float | None,
         *,
         timeout_s: float,
@@ -35,10 +35,22 @@ class CheckpointClock:
         self._begun, self._asked = asyncio.Event(), asyncio.Event()
 
     @classmethod
-    def of(cls, endpoint: Endpoint, topology: Topology, placement: Placement, journal: Journal | None = None) -> CheckpointClock:
-        """The clock of a run. ``journal`` keeps what was decided."""
+    def of(
+        cls,
+        endpoint: Endpoint,
+        topology: Topology,
+        placement: Placement,
+        journal: Journal | None = None,
+        members: Callable[[], Collection[PeerId]] | None = None,
+    ) -> CheckpointClock:
+        """The clock of a run. ``journal`` keeps what was decided. ``members``: who is there now."""
         every_s = topology.job.checkpoint_s
-        workers = tuple(worker.peer for worker in placement.workers)
+
+        def workers() -> Sequence[PeerId]:
+            here = () if members is None or not placement.spares else members()
+            first = [worker.peer for worker in placement.workers]
+            return [*first, *(spare.peer for spare in placement.spares if spare.peer in here)]
+
         return cls(endpoint, workers, every_s, timeout_s=topology.job.timeouts.barrier_s, journal=journal)
 
     def begin(self) -> None:
@@ -59,7 +71,7 @@ class CheckpointClock:
             self._asked.clear()
             try:
                 step = await stop_together(
-                    self._endpoint, self._workers, timeout_s=self._timeout_s, why="keep", journal=self._journal
+                    self._endpoint, self._workers(), timeout_s=self._timeout_s, why="keep", journal=self._journal
                 )
             except ConnectivityError:
                 continue  # some workers are gone or busy; whether that ends the run is decided elsewhere

@@ -6,7 +6,7 @@ Runs in the launcher; the roles' side is `zmqtrain.exchange.checkpoint_part`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,9 +71,11 @@ class CheckpointCollector:
         model: Path | None = None,
         clock: CheckpointClock | None = None,
         journal: Journal | None = None,
+        others: Sequence[str] = (),
     ) -> None:
         """
         Args:
+            others: parts of workers that may come later.
             checkpoints: the folder for checkpoints; ``None``: none is kept, and parts are refused.
             weights: the model that a run which resumes nothing begins with.
             patience_s: how long the parts of a checkpoint may take before an event says that it is late.
@@ -89,7 +91,7 @@ class CheckpointCollector:
         self._keep, self._resume, self._weights = keep, resume, weights
         self._patience_s = patience_s
         self._members, self._on_event = members, on_event or (lambda _kind, _values: None)
-        self._expected = frozenset(shape.parts())
+        self._expected = frozenset((*shape.parts(), *others))
         self._incoming: dict[int, IncomingCheckpoint] = {}
         self._nothing: dict[str, Mapping[str, Value]] = {}  # parts that are always empty
         self._given_up: set[int] = set()  # steps whose checkpoint will never be complete
@@ -141,8 +143,9 @@ class CheckpointCollector:
             members=members,
             on_event=on_event,
             model=model,
-            clock=CheckpointClock.of(endpoint, topology, placement, journal),
+            clock=CheckpointClock.of(endpoint, topology, placement, journal, members),
             journal=journal,
+            others=[f"worker-{spare.index}" for spare in placement.spares],
         )
 
     def _go_on(self, ledger: Mapping[str, Any]) -> None:

@@ -127,7 +127,7 @@ class CheckpointWriter:
         """Give the folder its final name: the checkpoint exists from now on. ``workers``: the ranks whose parts it has, if not all.
         Returns the folder."""
         meta = _File(self._partial / META)
-        there = None if workers is None or len(workers) == self._shape.world_size else frozenset(workers)
+        there = None if workers is None or set(workers) == set(range(self._shape.world_size)) else frozenset(workers)
         meta.write(Meta(self._step, self._shape, self._files, there).packed())
         meta.close()
         sync_folder(self._partial)

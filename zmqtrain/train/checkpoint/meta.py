@@ -70,7 +70,7 @@ class Meta:
     files: Mapping[str, tuple[int, int]]
     """Size and CRC of each file."""
     workers: frozenset[int] | None = None
-    """The ranks that were present, if an elastic run had lost some; ``None``: all."""
+    """The ranks that were present, if an elastic run had lost some, or others had come; ``None``: those with which it began."""
 
     def packed(self) -> bytes:
         values: dict[str, Any] = {"format": FORMAT, "step": self.step, "shape": asdict(self.shape)}
@@ -91,7 +91,7 @@ class Meta:
         step = _number(values, "step", _LARGEST_STEP)
         shape = _shape(_table(values, "shape"))
         files = {_file(name): _size_and_crc(name, entry) for name, entry in _table(values, "files").items()}
-        return cls(step, shape, files, _workers(values.get("workers"), shape))
+        return cls(step, shape, files, _workers(values.get("workers")))
 
 
 def unpack(data: bytes) -> dict[str, Any]:
@@ -157,12 +157,12 @@ def _size_and_crc(name: str, entry: object) -> tuple[int, int]:
     raise ValueError(f"{name} has {entry!r:.60} for its size and CRC")
 
 
-def _workers(value: object, shape: RunShape) -> frozenset[int] | None:
+def _workers(value: object) -> frozenset[int] | None:
     if value is None:
         return None
     match value:
         case list() if value and all(
-            isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < shape.world_size for rank in value
+            isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < _LARGEST_COUNT for rank in value
         ):
             return frozenset(value)
     raise ValueError(f"workers is {value!r:.60}")
