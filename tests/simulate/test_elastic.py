@@ -284,7 +284,7 @@ def test_all_reduce_continues_without_a_lost_worker_and_with_one_that_comes_back
 
 def test_all_reduce_at_any_moment() -> None:
     """In the midst of sums: the survivors finish the step, or all of them give it up."""
-    for number in range(8):
+    for number in (0, 2, 5, 7):
         at = 0.02 + 0.00037 * number
         run_without_servers([kill("worker/3", at=at)], allreduce(job="restarts = 1", steps=FEW))
 
