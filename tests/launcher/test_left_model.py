@@ -26,7 +26,7 @@ def loss(output, target):
     return torch.nn.functional.mse_loss(output, target)
 
 def spoiled(output, target):
-    spoiled.calls += 1
+    spoiled.calls += torch.is_grad_enabled()  # not when it is tried on halves
     return loss(output, target) * (float("nan") if spoiled.calls > 7 else 1.0)
 
 spoiled.calls = 0
