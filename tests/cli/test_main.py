@@ -179,7 +179,7 @@ def test_a_run_that_is_done(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     status = json.loads(capsys.readouterr().out)
     assert {key: status[key] for key in done} == done
     assert call(monkeypatch, "status", "job-001") == 0
-    assert "done" in capsys.readouterr().out
+    assert capsys.readouterr().out == "runs/job-001  done  5 steps  40 samples  1.5 s  eval_accuracy 0.9\n"
     assert call(monkeypatch, "logs", "job-001") == 0
     assert capsys.readouterr().out.splitlines() == ["server-1 | world", "worker-0 | hello"]
     assert call(monkeypatch, "logs", "job-001", "worker/0") == 0
@@ -187,6 +187,16 @@ def test_a_run_that_is_done(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert call(monkeypatch, "logs", "job-001", "worker/7") == 2
     assert call(monkeypatch, "stop", "job-001") == 2
     assert "is not running" in capsys.readouterr().err
+
+
+def test_a_folder_that_was_deleted_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert call(monkeypatch, "runs") == 2
+    assert "the current folder does not exist any more" in capsys.readouterr().err
 
 
 def test_a_run_whose_launcher_was_killed_is_lost(

@@ -397,3 +397,15 @@ async def test_what_no_backward_reaches_is_passed_over(groups: int, accumulate: 
     assert any("unused" in name for name, _ in ours.models["fc/0"].named_parameters())
     expected = alone(recipe(), 4, 24)
     assert (whole(ours) - expected).norm() <= 1e-12 * expected.norm()
+
+
+async def test_losses_that_are_no_mean_over_samples_are_refused_for_groups_in_step() -> None:
+    classes = torch.tensor([0.1, 1.0, 7.0], dtype=torch.float64)
+    losses = (
+        nn.CrossEntropyLoss(weight=classes),
+        lambda output, target: nn.functional.cross_entropy(output, target, weight=classes),
+    )
+    for loss, said in zip(losses, ("has class weights", "is not a mean over samples"), strict=True):
+        result = await run(merged(2, 1, 12, job={"steps": 2}), recipe_of(loss=loss))
+        assert said in str(list(result.errors.values()))
+        assert not (await run(merged(1, 1, 12, job={"steps": 2}), recipe_of(loss=loss))).errors

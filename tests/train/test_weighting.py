@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from tests.train.world import Recipe, run, topology_of
 from zmqtrain.errors import TaskError
-from zmqtrain.train.weighting import ClassWeighted, taken_apart
+from zmqtrain.train.weighting import ClassWeighted, require_mean, taken_apart
 
 CLASSES = torch.tensor([0.1, 1.0, 7.0], dtype=torch.float64)
 
@@ -95,6 +95,26 @@ async def test_a_loss_that_is_no_mean_over_samples_is_refused_where_samples_are_
             await trained(loss, batch_size=8, **shape)
     await trained(loss, groups=1, group_size=1, batch_size=8)
     await trained(lambda output, target: (loss(output, target) * len(target), len(target)), groups=2, group_size=1, batch_size=8)
+
+
+async def test_a_loss_that_counts_its_calls_counts_no_trials() -> None:
+    calls = 0
+
+    def counting(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        return cross_entropy(output, target)
+
+    def counting_all(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return cross_entropy(output, target)
+
+    await trained(counting, groups=1, group_size=1, batch_size=8, accumulate=2)
+    assert calls == 10
+    output, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    require_mean(counting_all, output, target, 4, cross_entropy(output, target))
+    assert calls == 10
 
 
 async def test_random_losses_and_those_of_whole_outputs_only_are_left_alone() -> None:

@@ -532,11 +532,22 @@ def version() -> None:
         print(package, found.get(package, "not installed"))
 
 
+def _stand_somewhere() -> None:
+    """Raises `UsageError` where relative paths would lead nowhere."""
+    from zmqtrain.errors import UsageError
+
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder does not exist any more: change to another one") from error
+
+
 def main() -> None:
     """Run the command. Errors of zmqtrain are printed as one message, without a traceback."""
     from zmqtrain.errors import ZmqTrainError
 
     try:
+        _stand_somewhere()
         app()
     except ZmqTrainError as error:
         print(f"zmqtrain: {error}", file=sys.stderr)

@@ -80,7 +80,7 @@ class Tables:
             cells = (
                 row["layer"],
                 row["choice"],
-                row["grid"],
+                _grid(row),
                 *terms,
                 _time(row["compute_s"]),
                 rounded_size(row["memory_bytes"]),
@@ -94,9 +94,9 @@ class Tables:
         for row in layers[:MOST_LAYERS]:
             name = row["layer"]
             for each in row["alternatives"]:
-                chosen = (each["choice"], each["grid"]) == (row["choice"], row["grid"])
+                chosen = (each["choice"], _grid(each)) == (row["choice"], _grid(row))
                 terms = [_term(each["terms"], key) for _, key in TERMS]
-                cells = (name, each["choice"], each["grid"], *terms, _time(each["seconds"]), "planned" if chosen else "")
+                cells = (name, each["choice"], _grid(each), *terms, _time(each["seconds"]), "planned" if chosen else "")
                 table.add_row(*map(escape, cells), style="bold" if chosen else None)
                 name = ""
             reasons = {what: why for what, why in row["excluded"].items() if " " not in what}
@@ -216,3 +216,8 @@ def _flip(flip: dict[str, Any] | None, batch: int, bandwidth: float) -> str:
     if flip["bandwidth"] is not None:
         parts.append(f"network {'>=' if flip['bandwidth'] > bandwidth else '<='} {rounded_rate(flip['bandwidth'])}")
     return f"{flip['to']}, where {' or '.join(parts)}" if parts else f"nothing ({flip['to']} is next best)"
+
+
+def _grid(row: dict[str, Any]) -> str:
+    """The grid, and how images are divided where it is not by their height."""
+    return f"{row['grid']} {row['strips']}" if "strips" in row else str(row["grid"])

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from zmqtrain.membership.journal import NAME
 from zmqtrain.observe.run_directory import find_run, log_name, runs_of, training_of
 from zmqtrain.observe.sums import SUMS
 from zmqtrain.observe.tail import Tail
+from zmqtrain.observe.terminal import duration
 from zmqtrain.train.checkpoint.folder import find_checkpoints
 from zmqtrain.words import counted
 
@@ -41,8 +43,28 @@ def run_status(name: str, *, json_lines: bool = False) -> int:
     if json_lines:
         print(json.dumps(status))
     else:
-        print("  ".join(f"{key} {value}" for key, value in status.items() if value is not None))
+        print("  ".join([*_words(status), *(f"{key} {_short(value)}" for key, value in _results(status).items())]))
     return 0
+
+
+def _words(state: Mapping[str, Any]) -> Iterator[str]:
+    """Of a run's state, what is known, for a person."""
+    yield f"{state['run']}  {state['status']}"
+    if state.get("pid") is not None:
+        yield f"process {state['pid']}"
+    if state.get("job") is not None:
+        yield f"Slurm job {state['job']}"
+    if state.get("steps") is not None:
+        yield counted(state["steps"], "step")
+    if state.get("samples") is not None:
+        yield counted(state["samples"], "sample")
+    if state.get("seconds") is not None:
+        yield duration(state["seconds"])
+
+
+def _results(state: Mapping[str, Any]) -> Mapping[str, object]:
+    """The newest evaluation, or without one the newest loss."""
+    return state.get("eval") or ({"loss": state["loss"]} if state.get("loss") is not None else {})
 
 
 def state_of_run(path: Path) -> dict[str, Any]:
@@ -81,10 +103,8 @@ def run_list(folder: Path, *, json_lines: bool = False) -> int:
     table = table_of("run", "status", ">steps", ">samples", ">seconds", "evaluation")
     for path, state in zip(paths, states, strict=True):
         numbers = [f"{state[key]:,.0f}" if state.get(key) is not None else "" for key in ("steps", "samples", "seconds")]
-        results = state.get("eval") or ({"loss": state["loss"]} if state.get("loss") is not None else {})
-        table.add_row(
-            path.name, str(state["status"]), *numbers, "  ".join(f"{key} {_short(value)}" for key, value in results.items())
-        )
+        results = "  ".join(f"{key} {_short(value)}" for key, value in _results(state).items())
+        table.add_row(path.name, str(state["status"]), *numbers, results)
     Console().print(table)
     return 0
 

@@ -26,6 +26,7 @@ from zmqtrain.train.random_state import random_state, restore_random_state
 from zmqtrain.train.step import Precision, autocast
 from zmqtrain.train.structure import put_together, stacked
 from zmqtrain.train.task import Task, user_code
+from zmqtrain.train.weighting import LOSSES_TRIED, require_mean
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -57,6 +58,7 @@ class TorchExecutor:
         self._unreached: dict[int, set[int]] = {}  # group -> the parameters that no backward of its step has reached
         self._changed: dict[int, Sequence[Mapping[str, Value] | None] | None] = {}  # group -> hyperparameters changed at its step
         self._now: Sequence[Mapping[str, Value] | None] | None = None
+        self._tries = LOSSES_TRIED
         self._places: list[Tensor | None] = [None] * len(self._parameters)  # where the running backward may write
         number_of = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         for module in self._phase.modules():
@@ -91,9 +93,14 @@ class TorchExecutor:
                 output = self._layers(inputs, turn)
             with user_code("Task.loss(output, target)"):
                 loss = self._layers.loss(self._task.loss, output, target)
+                samples = sum(part.meta.samples for part in parts)
+                divides = meta.micro_batches > 1 or (self._settings.together and self._settings.groups > 1)
+                if divides and self._tries and samples > 1 and isinstance(loss, Tensor) and loss.numel() == 1:
+                    self._tries -= 1
+                    require_mean(self._task.loss, output, target, samples, loss.detach())
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TaskError("Task.loss(output, target) must return the mean loss: a tensor of one element that requires a gradient")
-        value, samples = float(loss.detach()), sum(part.meta.samples for part in parts)
+        value = float(loss.detach())
         if not math.isfinite(value) and self._settings.stop_on_nan:
             return Trained(value, self._device.clock() - start, tuple(() for _ in parts))
         with user_code("the backward pass"):

@@ -24,6 +24,7 @@ from zmqtrain.train.evaluate import Evaluation, EvaluationSettings
 from zmqtrain.train.metrics import Sums
 from zmqtrain.train.remote_layers import OwnLayers
 from zmqtrain.train.replica import TorchReplica
+from zmqtrain.train.shares import in_step
 from zmqtrain.train.slot import Slot
 from zmqtrain.train.step import StepSettings
 from zmqtrain.train.task import Task, user_code
@@ -63,10 +64,12 @@ class MergedLayers:
         return OwnLayers(phase, self._optimizer, schedule, phase.sizes)
 
     def make_step(self, task: Task, replica: TorchReplica, device: Device, settings: StepSettings) -> MergedStep:
-        if settings.accumulate > 1 and taken_apart(task.loss) is not task.loss:
+        together = in_step(self._topology) and self._topology.compute.groups > 1
+        if (settings.accumulate > 1 or together) and taken_apart(task.loss) is not task.loss:
             raise UsageError(
-                "the task's loss has class weights or an ignore_index, which the FC server counts separately in each micro-batch: "
-                "set [compute] accumulate = 1 with merged_fc"
+                "the task's loss has class weights or an ignore_index, which the FC server counts separately in each group and "
+                "micro-batch: with merged_fc set [compute] accumulate = 1, and have one group or groups that do not wait for each "
+                "other"
             )
         return MergedStep(replica, self._link, device, settings, changes_of(self._optimizer), self._recorder)
 

@@ -8,6 +8,7 @@ from typing import Any
 from zmqtrain.plan.alternatives import Alternative, Flip, alternatives, flip
 from zmqtrain.plan.costs import Paper
 from zmqtrain.plan.efficiency import Efficiency, saturation
+from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.planner import Planned
 from zmqtrain.plan.price import PlanPrice
 from zmqtrain.plan.problem import Problem
@@ -49,6 +50,7 @@ def layer_rows(planned: Planned) -> Iterator[dict[str, Any]]:
             "activations": layer.stage.numel_out,
             "choice": layer.placed.choice,
             "grid": str(layer.placed.grid),
+            **_strips(layer.placed),
             "terms": layer.cost.values(problem.link),
             "compute_s": layer.forward_s + layer.backward_s,
             "memory_bytes": layer.memory.total,
@@ -62,6 +64,7 @@ def _alternative(each: Alternative, problem: Problem) -> dict[str, Any]:
     return {
         "choice": each.placed.choice,
         "grid": str(each.placed.grid),
+        **_strips(each.placed),
         "seconds": each.seconds,
         "terms": each.cost.values(problem.link),
     }
@@ -148,3 +151,8 @@ def efficiency_rows(variant: str, found: Sequence[Efficiency]) -> Iterator[dict[
             "implicit_momentum": 1 - 1 / (each.step.staleness + 1),
             "stations": {station.name: station.seconds for station in each.step.stations},
         }
+
+
+def _strips(placed: Placed) -> dict[str, str]:
+    """How images are divided, where it is not by their height."""
+    return {} if placed.wide == 1 else {"strips": placed.strips_text}

@@ -52,7 +52,8 @@ def _file(task: str, source: str, folders: Sequence[str | Path]) -> Path:
     for path in tried:
         if path.is_file():
             return path
-    raise UsageError(f"[job] task = {task!r}: there is no file {', '.join(map(str, tried))}")
+    where = "" if Path(source).is_absolute() else f" in {' or '.join(str(Path(folder).absolute()) for folder in folders)}"
+    raise UsageError(f"[job] task = {task!r}: there is no file {source}{where}")
 
 
 def _module(task: str, name: str, folders: Sequence[str | Path]) -> Path:

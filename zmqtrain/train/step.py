@@ -19,14 +19,12 @@ from zmqtrain.train.losses import Losses
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.task import Measure, user_code
 from zmqtrain.train.unreached import unreached_warning
-from zmqtrain.train.weighting import WeightSums, ignores, mean_of, parted, require_mean, require_none_ignored
+from zmqtrain.train.weighting import LOSSES_TRIED, WeightSums, ignores, mean_of, parted, require_mean, require_none_ignored
 from zmqtrain.train.work import StepResult
 
 Precision = Literal["float32", "bfloat16", "float16"]
 #: If looking at targets means waiting for the device, it is done only in this many first steps.
 STEPS_LOOKED_AT = 10
-#: In how many micro-batches of a worker, the first ones, the loss is tried on halves.
-LOSSES_TRIED = 3
 
 
 @dataclass(frozen=True, slots=True)

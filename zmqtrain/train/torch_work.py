@@ -44,7 +44,7 @@ from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
-from zmqtrain.train.task import Task, build_model, build_optimizer, check_lookups, load_task
+from zmqtrain.train.task import Task, build_model, build_optimizer, check_lookups, load_task, user_code
 from zmqtrain.train.unreached import what_blinds
 from zmqtrain.train.verifying import NotComparable, Ordinary, one_of_each, verify_task
 from zmqtrain.train.weighting import WeightSums, taken_apart
@@ -299,7 +299,8 @@ class TorchWork:
         with warnings.catch_warnings():
             # torch expects optimizer.step() first, but it runs on the servers, or has run before the run was resumed.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            self._schedule.step()
+            with user_code("the step() of Task.schedule's schedule"):
+                self._schedule.step()
 
     def updating_s(self) -> float:
         before, self._update_s = self._update_s, self._replica.update_s
@@ -400,8 +401,8 @@ def _build(
                 sizes, shares = divided.sizes, divided.shares
             else:
                 model = build_model(task).to(device.torch_device)
-                check_lookups(model, topology)
             optimizer, schedule = build_optimizer(task, model, topology)
+        check_lookups(model, topology)
         seed_everything(job.seed, role.index)
     how = ReplicaSettings(
         bucket_bytes=compute.bucket_bytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Coroutine
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from zmqtrain.wire.tensor import TensorPayload
 
 #: The class that torch's losses ignore by default.
 IGNORED = -100
+#: In how many micro-batches, the first ones, a loss is tried on halves.
+LOSSES_TRIED = 3
 #: torch's losses with class weights, and the modules that call them.
 _FUNCTIONS = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
 
@@ -77,10 +80,10 @@ def require_none_ignored(target: Any) -> None:
 def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, value: Tensor) -> None:
     """Raise `TaskError` if ``value``, the loss of a worker's samples, is not the mean of the losses of their halves.
 
-    ``loss`` is called with each half. Does nothing if the output or the target cannot be divided, if the loss cannot be computed
-    of a half, or if it is random."""
+    A copy of ``loss`` is called with each half, so that one that counts its calls does not count these. Does nothing if the output
+    or the target cannot be divided, if the loss cannot be computed of a half, or if it is random."""
     half = samples // 2
-    measure = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss  # it may have statistics
+    measure = _apart(loss)
     exact = value.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(value.device.type)
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         try:
@@ -98,6 +101,26 @@ def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samp
         "loss. Return the pair (sum, weight), or pass torch's CrossEntropyLoss or NLLLoss itself; if each part's own loss is "
         "meant, like a contrastive one, return (loss * n, n) for n samples"
     )
+
+
+def _apart(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A copy with its own statistics (of a module) or variables (of a function)."""
+    if isinstance(loss, nn.Module):
+        return copy.deepcopy(loss)
+    if not isinstance(loss, FunctionType) or not loss.__closure__:
+        return loss
+    cells = tuple(_own_cell(cell) for cell in loss.__closure__)
+    made = FunctionType(loss.__code__, loss.__globals__, loss.__name__, loss.__defaults__, cells)
+    made.__kwdefaults__ = loss.__kwdefaults__
+    return made
+
+
+def _own_cell(cell: CellType) -> CellType:
+    try:
+        value = cell.cell_contents
+    except ValueError:  # it has no content yet
+        return cell
+    return CellType(copy.copy(value) if isinstance(value, list | dict | set) else value)
 
 
 def _module(loss: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None:

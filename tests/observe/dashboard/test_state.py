@@ -121,3 +121,8 @@ def test_the_feed_is_bounded_and_goes_on_where_a_reader_was() -> None:
 def test_numbers_that_json_does_not_have_are_left_out_of_curves() -> None:
     state = state_of(step(0, 0, loss="NaN"), step(0, 1, loss=1.0))
     assert (state["loss"]["step"], state["workers"][0]["loss"]) == ([1], 1.0)
+
+
+def test_a_failures_reason_does_not_repeat_whose_it_is() -> None:
+    (member,) = state_of(event("failed", 0, None, 1.0, reason="worker/0 failed: no memory"))["members"]
+    assert (member["state"], member["reason"]) == ("failed", "no memory")

@@ -104,7 +104,8 @@ class RunState:
         if kind == "exit" and member.get("state") in ("left", "lost", "failed"):
             return  # how it went is known already
         member["state"], member["at"] = _STATES[kind], at
-        member["reason"] = "" if kind in ("join", "leave") else str(values.get("reason") or "")
+        reason = "" if kind in ("join", "leave") else str(values.get("reason") or "")
+        member["reason"] = reason.removeprefix(f"{peer} failed: ")  # who, and what became of it, is shown beside it
         member["lost"] += kind == "lost"
 
     def _tell(self, kind: str, peer: str, step: Any, time: float, values: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ class WandbSink(QuietSink):
 
     def begin(self, run: RunFacts) -> None:
         options = run.checked_options("wandb", _OPTIONS)
-        mode = options.pop("mode", None) or os.environ.get("WANDB_MODE") or "online"
+        mode = options["mode"] = options.get("mode") or os.environ.get("WANDB_MODE") or "online"
         if mode not in ("offline", "disabled") and not wandb.login(prompt=False):
             raise UsageError(
                 "[observe] to: wandb has no API key: run `wandb login`, set WANDB_API_KEY, or keep the figures on this machine "
@@ -34,7 +34,7 @@ class WandbSink(QuietSink):
         options.setdefault("name", run.directory.name)
         settings = wandb.Settings(silent=True, console="off", x_disable_stats=True)
         config = {**run.config, "world": run.world, "directory": str(run.directory)}
-        self._run = wandb.init(dir=str(run.directory), config=config, mode=mode, settings=settings, **options)
+        self._run = wandb.init(dir=str(run.directory), config=config, settings=settings, **options)
         # Steps are a figure like others: evaluations come between steps, and a resumed run goes back.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")

@@ -93,6 +93,7 @@ async function lookForRuns() {
   const names = page.runs.map((run) => [run.name, `${run.name} (${run.status})`]);
   options($("run"), names);
   options($("other"), names, "no other run");
+  document.body.classList.toggle("without-runs", !names.length);
   if (!page.run && names.length) show(new URLSearchParams(location.hash.slice(1)).get("run") || names[0][0]);
 }
 
@@ -303,7 +304,7 @@ function staleness(state) {
 function traffic(state) {
   const matrix = state.traffic;
   $("traffic").hidden = !matrix;
-  $("traffic-none").textContent = matrix ? "Bytes from each member (row) to each (column): of large messages while it is in the run, and of everything once it has left." : "Nothing has been reported yet.";
+  $("traffic-none").textContent = matrix ? "Bytes from each member (row) to each (column): of large messages while it is in the run, and of everything once it has left." : "Nothing has been reported.";
   if (!matrix) return;
   const head = make("tr");
   head.append(...["from", ...matrix.peers].map((name) => Object.assign(make("th", name), { scope: "col" })));

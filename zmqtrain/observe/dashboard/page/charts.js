@@ -41,7 +41,7 @@ function draw(id, series, axis, format = brief) {
     if (!chart) {
       const none = document.createElement("p");
       none.className = "quiet";
-      none.textContent = "Nothing has been recorded yet.";
+      none.textContent = "Nothing has been recorded.";
       element.replaceChildren(none);
       element.removeAttribute("role");
       element.removeAttribute("aria-label");
