@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,6 +117,69 @@ async def test_a_loss_that_counts_its_calls_counts_no_trials() -> None:
     output, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     require_mean(counting_all, output, target, 4, cross_entropy(output, target))
     assert calls == 10
+
+
+STATE = {"calls": 0}
+CALLS = 0
+
+
+def counting_globally(output: Tensor, target: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    STATE["calls"] += 1
+    counting_globally.calls += 1  # type: ignore[attr-defined]
+    return counted_below(output, target)
+
+
+def counted_below(output: Tensor, target: Tensor) -> Tensor:
+    STATE["calls"] += 1
+    return cross_entropy(output, target)
+
+
+class Counting:
+    """Counts by an attribute, in its call and in a method."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seen: list[int] = []
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(len(target))
+        return cross_entropy(output, target)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self(output, target)
+
+
+def test_trials_leave_no_trace() -> None:
+    output, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    value = cross_entropy(output, target)
+    counting_globally.calls = 0  # type: ignore[attr-defined]
+    counter = Counting()
+    for loss in (counting_globally, partial(counting_globally), counter, counter.loss, partial(counter.loss)):
+        require_mean(loss, output, target, 4, value)
+    assert (CALLS, STATE["calls"], counting_globally.calls, counter.calls, counter.seen) == (0, 0, 0, 0, [])  # type: ignore[attr-defined]
+
+    def drawing(output: Tensor, target: Tensor) -> Tensor:
+        random.random(), np.random.rand(), torch.rand(1)
+        return cross_entropy(output, target)
+
+    drawn = []
+    for tried in (False, True):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        if tried:
+            require_mean(drawing, output, target, 4, value)
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(1))))
+    assert drawn[0] == drawn[1]
+
+
+def test_a_loss_in_another_shape_is_tried_all_the_same() -> None:
+    output, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    summed = partial(cross_entropy, reduction="sum")
+    for loss in (summed, lambda output, target: summed(output, target)):
+        with pytest.raises(TaskError, match="is not a mean over samples"):
+            require_mean(loss, output, target, 4, summed(output, target))
 
 
 async def test_random_losses_and_those_of_whole_outputs_only_are_left_alone() -> None:

@@ -7,9 +7,11 @@ of a step is that of all workers' sums, divided by all workers' weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Coroutine
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
-from types import CellType, FunctionType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -80,13 +82,15 @@ def require_none_ignored(target: Any) -> None:
 def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, value: Tensor) -> None:
     """Raise `TaskError` if ``value``, the loss of a worker's samples, is not the mean of the losses of their halves.
 
-    A copy of ``loss`` is called with each half, so that one that counts its calls does not count these. Does nothing if the output
-    or the target cannot be divided, if the loss cannot be computed of a half, or if it is random."""
+    A copy of ``loss`` is called with each half, so that one that counts its calls does not count these, and random numbers are
+    drawn again. Does nothing if the output or the target cannot be divided, if the loss cannot be computed of a half, or if it is
+    random.
+    """
     half = samples // 2
-    measure = _apart(loss)
     exact = value.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(value.device.type)
-    with torch.no_grad(), torch.random.fork_rng(devices=()):
+    with torch.no_grad(), _own_random_numbers(value.device):
         try:
+            measure = _apart(loss)
             parts = [slice(0, half), slice(half, samples)]
             first, second = (float(measure(rows(output, part, samples), rows(target, part, samples))) for part in parts)
             whole, mean = float(value), (first * half + second * (samples - half)) / samples
@@ -103,24 +107,65 @@ def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samp
     )
 
 
-def _apart(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A copy with its own statistics (of a module) or variables (of a function)."""
-    if isinstance(loss, nn.Module):
-        return copy.deepcopy(loss)
-    if not isinstance(loss, FunctionType) or not loss.__closure__:
-        return loss
-    cells = tuple(_own_cell(cell) for cell in loss.__closure__)
-    made = FunctionType(loss.__code__, loss.__globals__, loss.__name__, loss.__defaults__, cells)
-    made.__kwdefaults__ = loss.__kwdefaults__
+@contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Random numbers that are drawn within are drawn again afterwards."""
+    drawn, numpy_drawn = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
+            yield
+    finally:
+        random.setstate(drawn)
+        np.random.set_state(numpy_drawn)
+
+
+def _apart(loss: Any) -> Any:
+    """A copy that changes its own state in place of the loss's: statistics of a module, attributes of an object or a function,
+    and variables, of closures or of its module."""
+    match loss:
+        case nn.Module():
+            return copy.deepcopy(loss)
+        case partial():
+            return partial(_apart(loss.func), *loss.args, **loss.keywords)
+        case MethodType():
+            return MethodType(loss.__func__, _shallow(loss.__self__))
+        case FunctionType():
+            variables: dict[str, Any] = {}
+            for name, value in loss.__globals__.items():
+                ours = isinstance(value, FunctionType) and value.__globals__ is loss.__globals__
+                variables[name] = _function(value, variables) if ours else _own(value)
+            name = str(loss.__name__)
+            return variables[name] if loss.__globals__.get(name) is loss else _function(loss, variables)
+    return loss if isinstance(loss, BuiltinFunctionType | type) else _shallow(loss)
+
+
+def _function(function: FunctionType, variables: dict[str, Any]) -> FunctionType:
+    """The function with these global variables, and with variables of its own in place of those that it encloses."""
+    closure = None if function.__closure__ is None else tuple(_own_cell(cell) for cell in function.__closure__)
+    made = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update({name: _own(value) for name, value in vars(function).items()})
     return made
+
+
+def _shallow(thing: Any) -> Any:
+    """A copy of an object, with attributes of its own; the object itself where it has none."""
+    if isinstance(thing, type) or not hasattr(thing, "__dict__"):
+        return thing
+    made = copy.copy(thing)
+    vars(made).update({name: _own(value) for name, value in vars(made).items()})
+    return made
+
+
+def _own(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, list | dict | set) else value
 
 
 def _own_cell(cell: CellType) -> CellType:
     try:
-        value = cell.cell_contents
+        return CellType(_own(cell.cell_contents))
     except ValueError:  # it has no content yet
         return cell
-    return CellType(copy.copy(value) if isinstance(value, list | dict | set) else value)
 
 
 def _module(loss: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None:

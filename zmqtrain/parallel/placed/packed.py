@@ -75,9 +75,10 @@ def _gathered(own: Sequence[Tensor], ctx: Any) -> Tensor:
     return torch.cat(whole, -1)
 
 
-@function(Tensor.view, Tensor.reshape, torch.reshape)
+@function(Tensor.view, Tensor.reshape, torch.reshape, both=True)
 def viewed(value: Tensor, *shape: Any) -> Any:
-    """Of what comes before the features."""
+    """Of what comes before the features. (``both``: tensors with two divided dimensions stay as they are, so that a change in place
+    of a view is a change of them.)"""
     parts = _parts(value)
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
     if not parts or not all(isinstance(each, int) for each in sizes):
@@ -93,7 +94,7 @@ def viewed(value: Tensor, *shape: Any) -> Any:
     return found
 
 
-@function(Tensor.split, torch.split)
+@function(Tensor.split, torch.split, both=True)
 def split(tensor: Tensor, split_size_or_sections: Any, dim: int = 0, **named: Any) -> Any:
     """Into the activations that it is made of."""
     parts = _parts(tensor)
@@ -104,7 +105,7 @@ def split(tensor: Tensor, split_size_or_sections: Any, dim: int = 0, **named: An
     return parts if size == each or (isinstance(size, list | tuple) and list(size) == [each] * len(parts)) else NotImplemented
 
 
-@function(Tensor.chunk, torch.chunk)
+@function(Tensor.chunk, torch.chunk, both=True)
 def chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
     """Into the activations that it is made of."""
     parts = _parts(input)
