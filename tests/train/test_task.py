@@ -137,6 +137,21 @@ def test_what_cannot_be_kept_or_would_differ_between_workers_is_refused_before_t
             check_lookups(rescaled, topology)
 
 
+class Remembering(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_a_module_with_a_state_that_is_no_tensor_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Remembering(2, 2))
+    with pytest.raises(TaskError, match=r"the module '1' of the model Sequential has a state of its own .*register_buffer"):
+        check_model(model)
+    check_model(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+
+
 def test_a_lazy_model_is_refused_until_it_has_seen_an_example() -> None:
     model = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.Linear(3, 2))
     with pytest.raises(TaskError, match=r"parameter '0\.weight' of the model Sequential has no shape yet.*call the model once"):

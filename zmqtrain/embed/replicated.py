@@ -234,7 +234,7 @@ class Replicated:
         if self.held:
             self._whole.arriving(name, parameter)
         elif parameter.grad is self._gone[name]:
-            parameter.grad = self._views[name]
+            parameter.grad = self._views[name].detach()
 
     def _begin_overlapped(self) -> None:
         replica = self.replica
@@ -398,7 +398,7 @@ class Replicated:
             self._asked |= used or replaced or changed or self._backwards != 1 or self._whole.incomplete
             state.holds = self._asked
         for name, view in self._views.items():
-            replica.named[name].grad = view
+            replica.named[name].grad = view.detach()
         replica.begin_backward(last=True)
         replica.end_backward()
         return own

@@ -354,16 +354,15 @@ class TorchReplica:
                 "[compute] overlap = false"
             )
         view, grad = held.views[place], parameter.grad
-        if grad is not view:  # the first one since the bucket was taken
-            assert grad is not None
-            if grad.layout != torch.strided:
-                raise TaskError(
-                    f"the parameter {held.plan.names[place]!r} got a sparse gradient, but gradients are sent whole: "
-                    "build its layer with sparse=False (nn.Embedding, nn.EmbeddingBag), and use an optimizer for dense gradients"
-                )
-            if grad.data_ptr() != view.data_ptr():
-                view.copy_(grad)
-            parameter.grad = view
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise TaskError(
+                f"the parameter {held.plan.names[place]!r} got a sparse gradient, but gradients are sent whole: "
+                "build its layer with sparse=False (nn.Embedding, nn.EmbeddingBag), and use an optimizer for dense gradients"
+            )
+        if grad.data_ptr() != view.data_ptr():  # the first one since the bucket was taken, or its memory was replaced
+            view.copy_(grad)
+            parameter.grad = view.detach()
         try:
             complete = self._machine.gradient(index, held.plan.names[place])
         except ValueError:
@@ -474,7 +473,7 @@ class TorchReplica:
     def _point_at_sums(self, held: HeldBucket, unreached: Sequence[int]) -> None:
         """Point the optimizer to the sums; it will skip parameters that have none."""
         for place, (name, view) in enumerate(zip(held.plan.names, held.sums, strict=True)):
-            self.named[name].grad = None if place in unreached or name in self.without else view
+            self.named[name].grad = None if place in unreached or name in self.without else view.detach()
 
     def _read(self, index: int) -> None:
         """The sums of a bucket were read. With staging, this runs in a thread of its own."""

@@ -50,7 +50,7 @@ def hold(plan: BucketPlan, named: Mapping[str, nn.Parameter], device: Device, al
             parameter.data = view
             if parameter.grad is not None:
                 gradient.copy_(parameter.grad)
-                parameter.grad = gradient
+                parameter.grad = gradient.detach()
     if staging is not None:
         host_parameters.copy_(parameters)
     parts = Parts(plan.offsets[:-1], plan.numel, first.dtype)
@@ -70,8 +70,9 @@ class ReplicaMemory:
         self._added_before: dict[str, Tensor] = {}
 
     def gradient_views(self) -> dict[str, Tensor]:
-        """Views of each parameter's gradient in its bucket, by name, in the parameter's shape."""
-        return dict(self._gradients())
+        """Views of each parameter's gradient in its bucket, by name, in the parameter's shape. They are the caller's: one that
+        becomes a ``grad`` may get other memory in a loop (``model.float()``), and the bucket's own view must stay."""
+        return {name: view.detach() for name, view in self._gradients()}
 
     def fill_gradients(self, gradients: Mapping[str, Tensor], factors: Sequence[float] | float = 1.0) -> None:
         """Copy ``gradients`` (by name, in the parameters' shapes), times ``factors`` (of each bucket, or one for all), to where the
@@ -122,7 +123,7 @@ class ReplicaMemory:
             if name in self._added_before:
                 with torch.no_grad():
                     view.copy_(self._added_before[name])
-                self.named[name].grad = view
+                self.named[name].grad = view.detach()
         self._added_before.clear()
 
     def finite(self) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -179,6 +180,13 @@ def check_model(model: object) -> None:
             raise TaskError(
                 f"{name!r} of the model {type(model).__name__} has type {dtype}, which cannot be sent or kept in model.safetensors"
                 ": make it of another type, for instance of real and imaginary parts"
+            )
+    for name, module in model.named_modules():
+        own = type(module).get_extra_state is not nn.Module.get_extra_state
+        if own and not isinstance(module, torch.jit.ScriptModule):
+            raise TaskError(
+                f"the module {name!r} of the model {type(model).__name__} has a state of its own (get_extra_state), which is not "
+                "kept in checkpoints and model.safetensors: keep it in buffers (register_buffer)"
             )
     if not any(parameter.requires_grad and parameter.numel() for parameter in parameters):
         raise TaskError(f"no parameter of the model {type(model).__name__} requires a gradient, so there is nothing to train")

@@ -178,6 +178,22 @@ def clamped_data(loop: Loop) -> None:
             parameter.data.clamp_(-0.3, 0.3)
 
 
+@row(
+    "weights and gradients rounded: `model.float()` and `model.double()` in mid-training",
+    refused="changed by hand|on its way",
+    by=SERVERS,
+)
+def rounded(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    for number, (inputs, target) in enumerate(loop.batches()):
+        if number in (1, 3):
+            model.float()
+            model.double()
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+
+
 @row("`model.load_state_dict` after `replicate()`, on all workers", refused="changed by hand", by=SERVERS)
 def loaded(loop: Loop) -> None:
     model, optimizer = loop.start()
