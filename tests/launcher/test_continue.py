@@ -148,7 +148,7 @@ def test_what_a_dead_launcher_has_left_is_stopped(folder: Path) -> None:
     family = [*left, *left[0].children(recursive=True)]
     stopped = zmqtrain(folder, "stop", "run")
     assert stopped.returncode == 0, stopped
-    assert "1 agent(s) on this machine were stopped" in stopped.stdout
+    assert "stopped 1 agent on this machine, with all roles" in stopped.stdout
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
 
 

@@ -166,7 +166,7 @@ def test_a_killed_launcher_leaves_nothing_that_runs(tmp_path: Path, two: Machine
         assert "m1: its agent" in gone.stderr
         until("the end of the agent", lambda: not two.processes("m1"))
         assert two.left()  # the folder, with its log
-        assert zmqtrain(tmp_path, "status", "run").stdout.split()[3] == "lost"
+        assert zmqtrain(tmp_path, "status", "run").stdout.split()[1] == "lost"
         stopped = zmqtrain(tmp_path, "stop", "run")
         assert (stopped.returncode, stopped.stdout) == (0, "m1: stopped; nothing is left running there\n"), stopped
         assert zmqtrain(tmp_path, "stop", "run").returncode == 2
