@@ -128,7 +128,7 @@ def test_a_detached_run_is_found_and_stopped(tmp_path: Path, two: Machines, warm
     attached = subprocess.Popen(command("attach", "run"), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     try:
         assert attached.stdout is not None
-        assert "status running" in attached.stdout.readline()
+        assert "  running  " in attached.stdout.readline()
         assert "attached to run" in attached.stdout.readline()
         stopped = zmqtrain(tmp_path, "stop", "run")
         assert stopped.returncode == 0, stopped
