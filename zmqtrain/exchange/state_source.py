@@ -16,7 +16,7 @@ from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Payload, Value
 
 _METHOD = "exchange.state"
-_STEP, _PARAMETERS, _EXCHANGE, _BESIDE, _LEFT = "step", "parameters", "exchange", "beside", "left"
+_STEP, _TO, _PARAMETERS, _EXCHANGE, _BESIDE, _LEFT = "step", "to", "parameters", "exchange", "beside", "left"
 
 
 class StateSource:
@@ -65,9 +65,9 @@ class StateSource:
         meantime."""
         tensors, values = await replica.beside()
         for peer in peers:
-            del self.wanted[peer]
+            process = self.wanted.pop(peer)
             with suppress(PeerLostError):
-                await self._give(peer, step, replica, own, tensors, values)
+                await self._give(peer, process, step, replica, own, tensors, values)
 
     def close(self) -> None:
         """Training has ended: refuse later requests."""
@@ -92,6 +92,7 @@ class StateSource:
     async def _give(
         self,
         peer: PeerId,
+        process: int,
         step: int,
         replica: Replica,
         own: Mapping[str, Payload],
@@ -99,7 +100,7 @@ class StateSource:
         values: Mapping[str, Value],
     ) -> None:
         send = self._endpoint.send
-        about: dict[str, Value] = {_STEP: step, _EXCHANGE: list(own), _BESIDE: dict(values)}
+        about: dict[str, Value] = {_STEP: step, _TO: process, _EXCHANGE: list(own), _BESIDE: dict(values)}
         if self._members is not None:
             about[_LEFT] = self._members.division_from(step)
         async with in_time(peer, "it to take the state that it has asked for", self._timeout_s):
@@ -153,20 +154,29 @@ class NeighboursState:
     async def take(self, replica: Replica, own: Callable[[str], Payload | None] = lambda name: None) -> None:
         """Wait for the state, and write it to ``replica``. ``own(name)``: where something that the exchange keeps belongs. Raises
         `PeerLostError`, `PeerTimeoutError`, and `ProtocolError` if the source has something else."""
-        listed, about = unpack_manifest(await self._receive((_METHOD,), None))
-        if about[_STEP] != self._first:
-            raise ProtocolError(f"{self.source} gives the state of step {about[_STEP]}, but this worker begins with {self._first}")
-        if about.get(_LEFT) is not None:
-            self._members.take_division(self._first, about[_LEFT])
-        for bucket in replica.buckets:
-            await self._receive((_METHOD, _PARAMETERS, bucket.index), bucket.parameters)
-        for name in about[_EXCHANGE]:
-            into = own(str(name))
-            if into is None:
-                raise ProtocolError(f"{self.source} keeps {name!r:.60} beside its parameters, but this worker does not")
-            await self._receive((_METHOD, _EXCHANGE, str(name)), into)
-        # Copied, since the transport may own what it has received.
-        tensors = {name: copy_of_received(await self._receive((_METHOD, _BESIDE, name), None), shape) for name, _, shape in listed}
+        while True:
+            listed, about = unpack_manifest(await self._receive((_METHOD,), None))
+            # Another process that had this worker's name may have asked before it was lost; what it was given comes first.
+            mine = about[_TO] == self._members.own_incarnation
+            if mine and about[_STEP] != self._first:
+                raise ProtocolError(
+                    f"{self.source} gives the state of step {about[_STEP]}, but this worker begins with {self._first}"
+                )
+            if mine and about.get(_LEFT) is not None:
+                self._members.take_division(self._first, about[_LEFT])
+            for bucket in replica.buckets:
+                await self._receive((_METHOD, _PARAMETERS, bucket.index), bucket.parameters)
+            for name in about[_EXCHANGE]:
+                into = own(str(name))
+                if into is None:
+                    raise ProtocolError(f"{self.source} keeps {name!r:.60} beside its parameters, but this worker does not")
+                await self._receive((_METHOD, _EXCHANGE, str(name)), into)
+            # Copied, since the transport may own what it has received.
+            tensors = {
+                name: copy_of_received(await self._receive((_METHOD, _BESIDE, name), None), shape) for name, _, shape in listed
+            }
+            if mine:
+                break
         await replica.take_beside(tensors, about[_BESIDE])
         for bucket in replica.buckets:
             replica.parameters_ready(bucket)
