@@ -28,7 +28,7 @@ from zmqtrain.observe.recorder import RunRecorder
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 
-HOSTS = (100, 400)
+HOSTS = (100, 400, 1000)
 PROCESSES, BARRIERS = 4, 5
 #: How long the run is watched, and how long a step takes of which each worker posts an event.
 STEADY_S, STEP_S = 10.0, 0.5
