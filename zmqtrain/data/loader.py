@@ -141,13 +141,18 @@ class Loader:
         self._fetch, self._indices, self._seed = fetch, indices, seed
         self._thread: Background = thread or BackgroundThread("zmqtrain-loader")
         self._place = place or (lambda step: (step,))
+        self._era: object = None
         self._ahead: tuple[int, asyncio.Future[Batch]] | None = None
         self._processes: LoaderProcesses | None = None
         if processes is not None:
             self._processes = LoaderProcesses(fetch.reader, self._request, processes, epoch_steps)
 
-    async def batch(self, step: int, *, ahead: bool = True) -> Batch:
-        """The batch of ``step``. ``ahead``: start to fetch the next step's."""
+    async def batch(self, step: int, *, ahead: bool = True, era: object = None) -> Batch:
+        """The batch of ``step``. ``ahead``: start to fetch the next step's. ``era``: what ``indices`` goes by; if it is another
+        object than for the batch before, what was read ahead is forgotten."""
+        if self._era is not None and era is not self._era:
+            await self._start_again()
+        self._era = era
         if self._ahead is not None and self._ahead[0] == step:
             future = self._ahead[1]
         else:
@@ -161,7 +166,7 @@ class Loader:
             self._ahead = (step + 1, self._submit(step + 1))
         return batch
 
-    async def start_again(self) -> None:
+    async def _start_again(self) -> None:
         """Forget what was read ahead: ``indices`` gives others from now on."""
         self._drop()
         if self._processes is not None:

@@ -8,6 +8,7 @@ import resource
 import zmq
 
 from zmqtrain.errors import HostLimitError
+from zmqtrain.net.trouble import Trouble
 
 #: What the soft limit is raised to, if the hard one allows it: enough for all sockets of a context
 #: (`zmqtrain.net.zeromq.MAX_SOCKETS`).
@@ -43,7 +44,4 @@ def explained(error: zmq.ZMQError) -> HostLimitError | None:
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return None
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return HostLimitError(
-        f"this process has as many files open as it may ({limit}), and each process that it is connected to takes up to "
-        f"{2 * PER_PEER}: raise the hard limit (ulimit -Hn, or LimitNOFILE= of its systemd unit)"
-    )
+    return HostLimitError(f"open files are limited to {limit}: {Trouble.FILES.value}")

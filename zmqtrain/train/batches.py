@@ -11,7 +11,6 @@ from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.data.background import Background, BackgroundThread
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.blocks import Contents, TensorContents
-from zmqtrain.data.division import Era as DivisionEra
 from zmqtrain.data.division import spans_of
 from zmqtrain.data.ledger import Promise
 from zmqtrain.data.loader import Fetch, Finish, Loader, Reader
@@ -20,7 +19,6 @@ from zmqtrain.data.processes import Processes
 from zmqtrain.data.ring import Ring
 from zmqtrain.data.ring_loader import RingLoader
 from zmqtrain.data.ring_plan import RingPlan
-from zmqtrain.data.slots import Era
 from zmqtrain.data.source import Source
 from zmqtrain.data.stream import Position, StreamLoader, StreamPlace
 from zmqtrain.errors import CheckpointError, TaskError, UsageError
@@ -101,6 +99,9 @@ class _Counted:
     def epoch(self, step: int) -> int:
         return step // self._steps
 
+    def group_samples(self, step: int) -> float | None:
+        return None
+
     def own_group_samples(self, step: int) -> int | None:
         return None
 
@@ -142,9 +143,6 @@ class OrderedBatches(_Counted):
     async def batch(self, step: int, *, ahead: bool) -> Batch:
         return await self._loader.batch(step, ahead=ahead)
 
-    def group_samples(self, step: int) -> float | None:
-        return None
-
     def used(self, step: int) -> None:
         return None
 
@@ -168,7 +166,6 @@ class SlottedBatches(_Counted):
     ) -> None:
         super().__init__(partition.samples, partition.steps_per_epoch, Promise.of_dataset(source, partition, survives=True))
         self._partition, self._members = partition, members
-        self._era: Era | None = None
         self._next = 0
         self._loader = Loader(
             Fetch(reader_of(source), finish),
@@ -200,14 +197,7 @@ class SlottedBatches(_Counted):
     async def batch(self, step: int, *, ahead: bool) -> Batch:
         plan = self._members.slots
         assert plan is not None
-        era = plan.at(step)
-        if self._era is not None and era is not self._era:
-            await self._loader.start_again()
-        self._era = era
-        return await self._loader.batch(step, ahead=ahead)
-
-    def group_samples(self, step: int) -> float | None:
-        return None
+        return await self._loader.batch(step, ahead=ahead, era=plan.at(step))
 
     def used(self, step: int) -> None:
         self._next = step + 1
@@ -251,7 +241,6 @@ class DividedBatches(_Counted):
     ) -> None:
         super().__init__(partition.samples, partition.steps_per_epoch, Promise.of_dataset(source, partition, survives=True))
         self._partition, self._members = partition, members
-        self._era: DivisionEra | None = None
         self._next = 0
         self._loader = Loader(
             Fetch(reader_of(source), finish),
@@ -269,14 +258,7 @@ class DividedBatches(_Counted):
     async def batch(self, step: int, *, ahead: bool) -> Batch:
         division = self._members.division
         assert division is not None
-        era = division.at(step)
-        if self._era is not None and era is not self._era:
-            await self._loader.start_again()
-        self._era = era
-        return await self._loader.batch(step, ahead=ahead)
-
-    def group_samples(self, step: int) -> float | None:
-        return None
+        return await self._loader.batch(step, ahead=ahead, era=division.at(step))
 
     def used(self, step: int) -> None:
         self._next = step + 1
