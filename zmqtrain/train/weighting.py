@@ -7,9 +7,7 @@ of a step is that of all workers' sums, divided by all workers' weights.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
@@ -82,13 +80,13 @@ def require_none_ignored(target: Any) -> None:
 def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, value: Tensor) -> None:
     """Raise `TaskError` if ``value``, the loss of a worker's samples, is not the mean of the losses of their halves.
 
-    A copy of ``loss`` is called with each half, so that one that counts its calls does not count these, and random numbers are
-    drawn again. Does nothing if the output or the target cannot be divided, if the loss cannot be computed of a half, or if it is
-    random.
+    A copy of ``loss`` is called with each half, so that one that counts its calls does not count these. torch's random numbers are
+    drawn again; Python's and NumPy's are not, since the loader's thread may draw some at the same time. Does nothing if the output
+    or the target cannot be divided, if the loss cannot be computed of a half, or if it is random.
     """
     half = samples // 2
     exact = value.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(value.device.type)
-    with torch.no_grad(), _own_random_numbers(value.device):
+    with torch.no_grad(), torch.random.fork_rng(devices=[value.device] if value.device.type == "cuda" else ()):
         try:
             measure = _apart(loss)
             parts = [slice(0, half), slice(half, samples)]
@@ -105,18 +103,6 @@ def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samp
         "loss. Return the pair (sum, weight), or pass torch's CrossEntropyLoss or NLLLoss itself; if each part's own loss is "
         "meant, like a contrastive one, return (loss * n, n) for n samples"
     )
-
-
-@contextmanager
-def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Random numbers that are drawn within are drawn again afterwards."""
-    drawn, numpy_drawn = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
-            yield
-    finally:
-        random.setstate(drawn)
-        np.random.set_state(numpy_drawn)
 
 
 def _apart(loss: Any) -> Any:
