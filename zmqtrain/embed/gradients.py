@@ -28,7 +28,7 @@ CONVERSIONS = frozenset(
     {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
 )  # fmt: skip
 #: What ``model.to(...)`` asks of a gradient and its conversion, and what it does with the two.
-TAKES = frozenset({torch._has_compatible_shallow_copy_type, Tensor.data.__set__})
+TAKES = frozenset({torch._has_compatible_shallow_copy_type, Tensor.data.__set__})  # type: ignore[attr-defined]
 
 CONVERTED = (
     "the model was converted (model.to(), float(), double(), cpu() ...) between backward() and the next optimizer.zero_grad(). "
