@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 
 import torch
 from torch import nn
@@ -283,3 +284,16 @@ def inspected(loop: Loop) -> None:
         cross_entropy(model(inputs), target).backward()
         optimizer.step()
         loop.seen += [float(each["momentum_buffer"].sum()) for each in optimizer.state_dict()["state"].values()]
+
+
+@row("`optimizer.state` cleared in mid-training, or replaced", refused="have its state", by=SERVERS)
+def forgotten(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    for number, (inputs, target) in enumerate(loop.batches()):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+        if number == 2:
+            optimizer.state = defaultdict(dict)
+        if number == 3:
+            optimizer.state.clear()
