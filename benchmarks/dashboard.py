@@ -22,8 +22,8 @@ from urllib.request import Request, urlopen
 
 import psutil
 
-from benchmarks.browser import Browser
 from benchmarks.case import Case, case_of
+from tests.browser import Browser
 from zmqtrain.errors import ZmqTrainError
 
 WORKERS, GROUP_SIZE, HOST_SIZE = 1000, 8, 8

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from benchmarks.browser import Browser
+from tests.browser import Browser
 from tests.observe.dashboard.runs import add_events, make_run
 from tests.observe.dashboard.test_search import begins, ends, line, make_search
 from tests.observe.dashboard.test_server import TOKEN, Control
@@ -71,7 +71,7 @@ def control(request: pytest.FixtureRequest) -> Control:
 
 
 @pytest.fixture
-def address(tmp_path: Path, control: Control) -> Iterator[str]:
+def address(browser: Browser, tmp_path: Path, control: Control) -> Iterator[str]:
     make_run(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         app = make_app(tmp_path, control, TOKEN, cookie=f"zmqtrain-{listening.getsockname()[1]}")
@@ -79,6 +79,8 @@ def address(tmp_path: Path, control: Control) -> Iterator[str]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/?token={TOKEN}"
+        browser.show("about:blank")  # before the server ends, so that it leaves no open stream
+        browser.console()
         server.should_exit = True
         thread.join()
 
@@ -86,7 +88,6 @@ def address(tmp_path: Path, control: Control) -> Iterator[str]:
 def opened(browser: Browser, address: str, *, width: int = 1400, scheme: str = "light") -> None:
     browser.devtools("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
     browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-    browser.show("about:blank")
     browser.show(address)
 
 
@@ -134,7 +135,7 @@ def test_a_run_that_goes_on_without_a_worker(browser: Browser, address: str, tmp
         if name != "Step":
             assert shown["numbers"][name] == value
     first, second = shown["workers"]
-    assert first[:8] == ["worker/0", "a", "0", "in the run", "4", "0.2", "8", "500 ms"]
+    assert first[:8] == ["worker/0", "a", "0", "in the run, no step for 15.0 s", "4", "0.2", "8", "500 ms"]
     assert (second[0], second[3]) == ("worker/1", "lost, slow")
     assert shown["hosts"] == ["a: worker/0, group 0, in the run; worker/1, group 1, lost, slow"]
     assert shown["servers"] == [["server/0", "5", "2 KB", "0.5 (at most 3)", "25 %", ""]]
