@@ -100,6 +100,9 @@ def launch(
     Everything after the script's name is passed to the script. Exit codes: 0 done, 2 bad usage or topology, 3 the task's own code
     failed, 64 to 127 other permanent failures, 128 and above failures that may be temporary.
     """
+    from zmqtrain.launcher.one_thread import import_numpy
+
+    import_numpy()  # the launcher forks (`zmqtrain.launcher.prepared`)
     from zmqtrain.cli.launch import run_launch
     from zmqtrain.cli.launch_options import LaunchOptions
 
