@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ from typing import Any
 import psutil
 
 from benchmarks.case import Case, case_of
+from benchmarks.roles import roles_of
 from zmqtrain.errors import UsageError, ZmqTrainError
 
 #: Exchanges, with their part of the topology file. Only servers that are kept twice may be killed.
@@ -208,7 +208,7 @@ def _disturb(
         now = time.monotonic()
         if now > deadline:
             raise SoakError(f"{name}: it has not ended after {faults}")
-        roles = _roles(process.pid)
+        roles = roles_of(process.pid)
         for role, each in sorted(roles.items()):
             with suppress(psutil.Error):
                 watch = watches.setdefault(each.pid, Watch(role))
@@ -221,18 +221,6 @@ def _disturb(
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
     return faults, list(watches.values())
-
-
-def _roles(launcher: int) -> dict[str, psutil.Process]:
-    """The processes of the run's roles, by name: they have written it over their command line."""
-    found: dict[str, psutil.Process] = {}
-    with suppress(psutil.Error):
-        for child in psutil.Process(launcher).children(recursive=True):
-            with suppress(psutil.Error):
-                match = re.fullmatch(r"zmqtrain ((worker|server)/\d+)\s*", " ".join(child.cmdline()))
-                if match is not None:
-                    found[match[1]] = child
-    return found
 
 
 def _kill(kind: str) -> Callable[[int, dict[str, psutil.Process], random.Random], bool]:
