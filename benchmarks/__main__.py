@@ -26,6 +26,9 @@ def bench(
         str | None, typer.Option(help="host: a Python that has mpi4py, to measure mpirun's all-reduce in the same run.")
     ] = None,
     mpi_script: Annotated[str | None, typer.Option(help="host: the script that times it.")] = None,
+    torchft_python: Annotated[
+        str | None, typer.Option(help="failures: a Python that has torchft, to measure it in the same run.")
+    ] = None,
     parts: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,6 +53,7 @@ def bench(
         mxnet_script=mxnet_script,
         mpi_python=mpi_python,
         mpi_script=mpi_script,
+        torchft_python=torchft_python,
         parts=parts or (),
         workers=workers or (),
         data=data,

@@ -16,7 +16,7 @@ from zmqtrain.errors import UsageError
 NAMES = (
     "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster",
     "efficiency", "loader", "study", "planner", "predicted", "divided", "memory", "backend", "dashboard", "mutations", "replicas",
-    "coordinator", "soak",
+    "coordinator", "soak", "failures",
 )  # fmt: skip
 #: Those of which parts may be run alone.
 DIVIDED = ("cluster", "efficiency", "merged", "soak")
@@ -31,6 +31,7 @@ def run_bench(
     mxnet_script: str | None = None,
     mpi_python: str | None = None,
     mpi_script: str | None = None,
+    torchft_python: str | None = None,
     parts: Sequence[str] = (),
     workers: Sequence[int] = (),
     data: str | None = None,
@@ -53,7 +54,7 @@ def run_bench(
     cases = (
         _in_parts(name, parts, workers, data, minutes, every)
         if name in DIVIDED
-        else _cases(name, encrypted, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
+        else _cases(name, encrypted, (mxnet_python, mxnet_script), (mpi_python, mpi_script), torchft_python)
     )
     if json_lines:
         for case in cases:
@@ -103,7 +104,7 @@ def _in_parts(
 _Peer: TypeAlias = tuple[str | None, str | None]
 
 
-def _cases(name: str, encrypted: bool, mxnet: _Peer, mpi: _Peer) -> Iterator[Mapping[str, Any]]:
+def _cases(name: str, encrypted: bool, mxnet: _Peer, mpi: _Peer, torchft: str | None) -> Iterator[Mapping[str, Any]]:
     """Of one without parts: ``bench_NAME`` of the module with the benchmark's name."""
     if name not in NAMES:
         raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
@@ -114,6 +115,7 @@ def _cases(name: str, encrypted: bool, mxnet: _Peer, mpi: _Peer) -> Iterator[Map
     peers = {
         "server": {"mxnet_python": mxnet[0], "mxnet_script": mxnet[1]},
         "host": {"mpi_python": mpi[0], "mpi_script": mpi[1]},
+        "failures": {"torchft_python": torchft},
     }
     return iter(getattr(import_module(f"benchmarks.{name}"), f"bench_{name}")(**peers.get(name, {})))
 

@@ -33,6 +33,7 @@ from typing import Any, TypeAlias
 import psutil
 
 from benchmarks.case import Case, case_of
+from benchmarks.roles import roles_of
 from zmqtrain.errors import UsageError, ZmqTrainError
 
 #: Exchanges, with their part of the topology file. Only servers that are kept twice may be killed.
@@ -262,11 +263,10 @@ def _disturb(
         now = time.monotonic()
         if now > deadline:
             raise SoakError(f"{name}: it has not ended after {faults}")
-        everybody = _processes(process.pid)
-        for who, each in sorted(everybody.items()):
+        roles = roles_of(process.pid)
+        for who, each in sorted({**_leaders(process.pid), **roles}.items()):
             with suppress(psutil.Error, OSError):
                 watches.setdefault(each.pid, Watch(who)).held.append(_held(each, now))
-        roles = {who: each for who, each in everybody.items() if who.startswith(("worker/", "server/"))}
         if now >= due and len([role for role in roles if role.startswith("worker/")]) == GROUPS:
             due = now + every
             kind = chance.choice(list(FAULTS))
@@ -277,18 +277,15 @@ def _disturb(
     return faults, list(watches.values())
 
 
-def _processes(launcher: int) -> dict[str, psutil.Process]:
-    """The processes of the run, by name: roles have written it over their command line. Those that only start others have none."""
+def _leaders(launcher: int) -> dict[str, psutil.Process]:
+    """The launcher and its agents, by name."""
     found: dict[str, psutil.Process] = {}
     with suppress(psutil.Error):
         found["the launcher"] = psutil.Process(launcher)
-        for child in found["the launcher"].children(recursive=True):
+        for child in found["the launcher"].children():
             with suppress(psutil.Error):
-                command = " ".join(child.cmdline()).strip()
-                if (match := re.fullmatch(r"zmqtrain ((worker|server)/\d+)", command)) is not None:
+                if (match := re.fullmatch(r"zmqtrain (agent/\S+)\s*", " ".join(child.cmdline()))) is not None:
                     found[match[1]] = child
-                elif command.endswith("zmqtrain agent"):
-                    found[f"agent {child.pid}"] = child
     return found
 
 
