@@ -43,6 +43,7 @@ SHAPES: dict[str, str] = {
     "servers-async": 'kind = "model_server"\nstaleness = "async"\nshards = 3',
     "replicas-sync": 'kind = "model_server"\nstaleness = "sync"\nshards = 3\nreplicas = 1',
     "replicas-bounded": 'kind = "model_server"\nstaleness = { bound = 2 }\nshards = 3\nreplicas = 1',
+    "replicas-async": 'kind = "model_server"\nstaleness = "async"\nshards = 3\nreplicas = 1',
     "gossip": 'kind = "gossip"',
     "averaging": 'kind = "averaging"\nevery = 8',
 }

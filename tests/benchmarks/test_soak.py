@@ -55,7 +55,7 @@ def test_open_files_may_come_and_go_but_not_become_more() -> None:
     going = watched("worker/0", 1800, lambda second: 50, lambda second: 40 + 30 * (second % 60 < 10))
     leaking = watched("the launcher", 1800, lambda second: 50, lambda second: 40 + second // 30)
     judge_held("gossip", [going])
-    with pytest.raises(SoakError, match="gossip: the launcher has .* more open files or threads than when it was warm"):
+    with pytest.raises(SoakError, match=r"gossip: the launcher has .* more open files or threads than when it was warm"):
         judge_held("gossip", [going, leaking])
 
 
