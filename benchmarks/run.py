@@ -42,8 +42,8 @@ def run_bench(
 ) -> int:
     """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name.
 
-    ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``systems``: some of those
-    of ``quality``; ``workers``: for ``efficiency``, with so many; ``data``: for ``cluster`` and ``quality``, where the data is;
+    ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``systems``: some of
+    ``quality``'s; ``workers``: for ``efficiency``, with so many; ``data``: for ``cluster`` and ``quality``, where the data is;
     ``minutes`` and ``every``: for ``soak``, how long it takes, and the seconds between two faults."""
     if encrypted and name != "net":
         raise UsageError(f"benchmark {name} has no --encrypted: net has")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.launched import Launched
+from tests.launcher.launched import TOLD, Launched, told
 
 TOPOLOGY = """
 [job]
@@ -153,7 +153,7 @@ def test_a_host_that_dies(tmp_path: Path, what: str) -> None:
         if what == "the agent":
             run.find("zmqtrain agent").kill()
         else:
-            (server,) = run.find("zmqtrain.launcher.zygote").children()
+            (server,) = run.find("zmqtrain zygote").children()
             server.kill()
         assert run.end() >= 128, run
         assert run.json("error.json")["verdict"] == "host lost"
@@ -161,10 +161,10 @@ def test_a_host_that_dies(tmp_path: Path, what: str) -> None:
 
 
 def test_nothing_survives_the_launcher(tmp_path: Path) -> None:
-    with launch(tmp_path, STAYS, from_nothing=True) as run:
+    with launch(tmp_path, TOLD + STAYS, from_nothing=True) as run:
         run.wait_for(r"\| ready", 2)
         assert len(run.processes()) >= 6  # launcher, agent, zygote, fork server, two workers
-        token = run.find("zmqtrain agent").environ()["ZMQTRAIN_TOKEN"]
+        _, token = told(run)
         assert not any(token in word for process in run.processes() for word in process.cmdline())
         run.signal(signal.SIGKILL)
         assert run.end() == -signal.SIGKILL

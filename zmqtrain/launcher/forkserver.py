@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import msgpack
 from setproctitle import getproctitle
@@ -183,7 +183,22 @@ class ForkServer:
         self._children.clear()
 
 
-async def ended_by_itself(process: asyncio.subprocess.Process, patience_s: float) -> None:
+class ServerProcess(Protocol):
+    """What this module needs of ``asyncio.subprocess.Process``, which others have, too."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+    def send_signal(self, signal: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+async def ended_by_itself(process: ServerProcess, patience_s: float) -> None:
     """Wait for the end of a server whose channel was closed, which first ends the processes below it; after ``patience_s`` seconds
     kill it."""
     with suppress(TimeoutError):
