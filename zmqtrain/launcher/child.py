@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-import torch._dynamo  # takes over a second, which each role would otherwise spend on its first optimizer
 from setproctitle import setproctitle
 
 from zmqtrain.errors import ConnectivityError, HostLostError, UsageError

@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -99,8 +100,9 @@ class Prepared:
         self._agents: list[_Waiting] = []
 
     @classmethod
-    def of(cls, *, agents: int) -> Self:
-        """Fork the zygote, and so many agents. Nothing is forked if this process has several threads, or not on Linux.
+    def of(cls, *, agents: int, entry: str = ENTRY) -> Self:
+        """Fork the zygote, with this entry (`zmqtrain.launcher.forkserver.import_entry`), and so many agents. Nothing is forked if
+        this process has several threads, or not on Linux.
 
         Raises `OSError` if processes cannot be started."""
         prepared = cls()
@@ -114,7 +116,7 @@ class Prepared:
             with _uninterrupted():
                 # One that has imported torch has begun to use it, too, and perhaps the user's code.
                 if RUNNING not in os.environ and "torch" not in sys.modules:
-                    prepared._zygote = _fork(_be_zygote, [])
+                    prepared._zygote = _fork(partial(_be_zygote, entry), [])
                 for _ in range(agents):
                     prepared._agents.append(_fork(_be_agent, prepared._channels()))
         except BaseException:
@@ -214,7 +216,7 @@ def _live(life: Callable[[socket.socket], int], channel: socket.socket, parent: 
         os._exit(code)  # not sys.exit: this process must not run the launcher's exit handlers
 
 
-def _be_zygote(channel: socket.socket) -> int:
+def _be_zygote(entry: str, channel: socket.socket) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     setproctitle("zmqtrain zygote")
@@ -226,7 +228,7 @@ def _be_zygote(channel: socket.socket) -> int:
     if sys.path and Path(sys.path[0]) == Path(command).absolute().parent:
         del sys.path[0]  # of the command's script
     plain_streams()
-    be_zygote(channel, ENTRY)
+    be_zygote(channel, entry)
     return 0
 
 
