@@ -35,6 +35,9 @@ from zmqtrain.launcher.streams import plain_streams
 from zmqtrain.launcher.zygote import RUNNING, be_zygote
 from zmqtrain.membership.environment import PEER
 
+with suppress(ImportError):
+    import uvloop  # noqa: F401 - once, for this process and all below it
+
 
 class ForkedChild:
     """A child of this process, which `asyncio.subprocess` has not started but which is waited for and ended in the same way."""
