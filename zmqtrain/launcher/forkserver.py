@@ -33,7 +33,7 @@ from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
 #: An environment, a few KiB, is the largest message.
 LARGEST_MESSAGE = 1 << 20
 #: The function that children call by default, and if none of them runs a script.
-ENTRY = "zmqtrain.launcher.compiling_child:main"
+ENTRY = "zmqtrain.launcher.script_child:main"
 TASK_ENTRY = "zmqtrain.launcher.task_child:main"
 #: The variable that says where the channel is (`channel_at`) at whose other end a fork server is or will be.
 ADOPTED = "ZMQTRAIN_FORK_CHANNEL"
