@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 # click's classes are neither imported nor tested by type: typer brings its own click.
@@ -36,7 +37,7 @@ class Command(TyperCommand):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
-        self.help = "\n\n".join(re.sub(r"\s*\n\s*", " ", paragraph) for paragraph in paragraphs)
+        self.help = escape("\n\n".join(re.sub(r"\s*\n\s*", " ", paragraph) for paragraph in paragraphs))  # [job] is no markup
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _shown(super().get_params(ctx))

@@ -105,7 +105,7 @@ class Prepared:
     @classmethod
     def of(cls, *, agents: int, entry: str = ENTRY) -> Self:
         """Fork the zygote, with this entry (`zmqtrain.launcher.forkserver.import_entry`), and so many agents. Nothing is forked if
-        this process has several threads, or not on Linux.
+        this process has several threads, or before Linux 5.3.
 
         Raises `OSError` if processes cannot be started."""
         prepared = cls()
@@ -168,8 +168,12 @@ class Prepared:
 
 
 def _may_fork() -> bool:
-    """Whether this process has one thread, as the kernel counts, which also knows those of libraries."""
+    """Whether this process has one thread, as the kernel counts, which also knows those of libraries; and whether a loop can wait
+    for a child (before Linux 5.3 it cannot)."""
+    if not hasattr(os, "pidfd_open"):
+        return False
     try:
+        os.close(os.pidfd_open(os.getpid()))
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:
         return False

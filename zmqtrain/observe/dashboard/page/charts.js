@@ -82,6 +82,7 @@ function draw(id, series, axis, format = brief) {
       })),
     ],
   }, data, element);
+  plot.root.setAttribute("aria-hidden", "true"); // the element's label says what screen readers can say of it
   charts.set(id, { key, plot });
 }
 
