@@ -150,6 +150,7 @@ class TrainLoop:
                 return Outcome.ABANDONED
             await work.call_back()
             done = self.step
+            await work.compare(done, first)
             if job.eval_every and done % job.eval_every == 0 and done != self._steps():
                 reached = await self._evaluate_between(done) and await stop_point.end()
                 await work.call_back()

@@ -38,16 +38,17 @@ from zmqtrain.train.device.make import device_of
 from zmqtrain.train.divided import make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.loss_scale import LossScale
+from zmqtrain.train.own_samples import buffers_warning, differing_buffers, modes_warning, own_buffers
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.remote_layers import RemoteLayers, Step
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
-from zmqtrain.train.task import Task, build_model, build_optimizer, check_lookups, load_task, user_code
+from zmqtrain.train.task import Task, build_model, build_optimizer, check_lookups, load_task, shares_parameters, user_code
 from zmqtrain.train.unreached import what_blinds
 from zmqtrain.train.verifying import NotComparable, Ordinary, one_of_each, verify_task
-from zmqtrain.train.weighting import WeightSums, taken_apart
+from zmqtrain.train.weighting import LOSSES_TRIED, WeightSums, taken_apart
 from zmqtrain.train.work import ModelState, StepResult
 from zmqtrain.wire.payload import Value
 
@@ -84,6 +85,7 @@ class TorchWork:
             precision=compute.precision,
             on_nan=context.topology.job.on_nan,
             blind=what_blinds(context.topology),
+            shared=shares_parameters(context.topology) and built.fabric is None,
         )
         task = self._task
         self._step: Step
@@ -104,7 +106,7 @@ class TorchWork:
         if task.eval_data is not None:
             evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision, compute.channels_last)
             if remote is None:
-                self._evaluation = Evaluation(task, self._replica, device, evaluation)
+                self._evaluation = Evaluation(task, self._replica, device, evaluation, context.recorder)
             else:
                 self._evaluation = remote.make_evaluation(task, self._replica, device, evaluation)
         self._update_s = 0.0
@@ -289,6 +291,25 @@ class TorchWork:
     def lr(self) -> float | None:
         return float(self._replica.optimizer.param_groups[0]["lr"])
 
+    async def compare(self, done: int, first: int) -> None:
+        if done != first + LOSSES_TRIED or self._fabric is not None or self._members.late:
+            return
+        if not (buffers := own_buffers(self._replica.model)):
+            return
+        context = self._context
+
+        async def differing(group: Group) -> list[str]:
+            return await differing_buffers(buffers, group, f"buffers {done}")
+
+        if in_step(context.topology):
+            names = await self._members.together(f"buffers/{done}", done, differing)
+        else:
+            members, position = context.placement.group_members(context.role.group), context.role.position
+            group = Group(context.endpoint, members, position, "buffers", timeout_s=context.timeouts.barrier_s)
+            names = await differing(group)
+        if names and context.role.index == 0:
+            context.recorder.event("warning", step=done, text=buffers_warning(names))
+
     async def call_back(self) -> None:
         if self.callbacks.waiting:
             await self._device.run(self.callbacks.deliver)
@@ -401,6 +422,8 @@ def _build(
                 sizes, shares = divided.sizes, divided.shares
             else:
                 model = build_model(task).to(device.torch_device)
+            if role.index == 0 and (warning := modes_warning(model)) is not None:
+                context.recorder.event("warning", text=warning)
             optimizer, schedule = build_optimizer(task, model, topology)
         check_lookups(model, topology)
         seed_everything(job.seed, role.index)
