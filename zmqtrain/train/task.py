@@ -234,7 +234,8 @@ def build_optimizer_of(
         optimizer = task.optimizer(parameters)
     if not isinstance(optimizer, Optimizer):
         raise TaskError(
-            f"Task.optimizer(parameters) returned an object of type {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
+            f"Task.optimizer(parameters) returned an object of type {type(optimizer).__name__}; it must return a "
+            "torch.optim.Optimizer"
         )
     known = {id(parameter) for parameter in parameters}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
@@ -252,9 +253,8 @@ def build_optimizer_of(
         schedule = task.schedule(optimizer)
     if isinstance(schedule, ReduceLROnPlateau) or not isinstance(schedule, LRScheduler):
         raise TaskError(
-            f"Task.schedule(optimizer) returned an object of type {type(schedule).__name__}; it must return a torch LRScheduler that "
-            "is stepped "
-            "once a training step (ReduceLROnPlateau needs a metric and is not supported)"
+            f"Task.schedule(optimizer) returned an object of type {type(schedule).__name__}; it must return a torch "
+            "LRScheduler that is stepped once a training step (ReduceLROnPlateau needs a metric and is not supported)"
         )
     return optimizer, schedule
 
