@@ -23,7 +23,7 @@ from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.source import Shard
 from zmqtrain.embed.device import CallersDevice
 from zmqtrain.embed.feed import Feed, StreamFeed, make_feed
-from zmqtrain.embed.grid.begin import begin_alike
+from zmqtrain.embed.grid.begin import begin_alike as begin_grid_alike
 from zmqtrain.embed.grid.meeting import Meetings
 from zmqtrain.embed.grid.model import DividedScript
 from zmqtrain.embed.guards import check_optimizer
@@ -41,6 +41,7 @@ from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.turns import handing_over
 from zmqtrain.topology.elastic import ASKING
+from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.saving import send_model, whole_state
@@ -186,6 +187,9 @@ class Core:
             replica,
             step=lambda: 0 if self.replicated is None else self.replicated.step,
             quiet=lambda: device.run(replica.take_all),
+            begin_alike=None
+            if divided is not None
+            else lambda group, _: begin_alike(replica.untrained(buffers=True), group, "begin alike", device.run),
         )
         first_step = await part.start()
         self._part = part
@@ -227,7 +231,7 @@ class Core:
         role, placement, timeout_s = context.role, context.placement, context.timeouts.barrier_s
         members = placement.group_members(role.group)
         self._meetings = Meetings(Group(context.endpoint, members, role.position, "session/meeting", timeout_s=timeout_s))
-        await begin_alike(model, self._meetings, context, self._together)
+        await begin_grid_alike(model, self._meetings, context, self._together)
         where = next(model.parameters()).device
         device = CallersDevice(self.bridge, where, _staging(where))
         for name in ("grid", "verify"):
