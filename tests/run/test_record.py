@@ -94,6 +94,19 @@ def test_hosts_that_come_bring_their_workers(tmp_path: Path) -> None:
     assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["host"] == "n3"
 
 
+def test_the_trace_is_of_a_role_s_first_process_however_many_follow(tmp_path: Path) -> None:
+    record, _ = record_of(tmp_path, "")
+    for process in range(20):
+        if process:
+            record.membership_event("join", {"peer": "worker/0", "late": True, "reason": "worker/0 joined"})
+        for step in range(3):
+            span = {"time": float(process), "seconds": 1.0, "name": "forward", "category": "compute", "values": {}}
+            record.report("worker/0", [{"kind": "span", "step": 100 * process + step, **span}])
+    steps = [event["args"]["step"] for event in record._directory.trace.events() if event["ph"] == "X"]
+    record._directory.close()
+    assert steps == [0, 1, 2]
+
+
 def test_a_warning_of_a_role_is_shown(tmp_path: Path) -> None:
     record, view = record_of(tmp_path, "")
     record.report("worker/0", [{"kind": "warning", "time": 1.0, "step": 0, "values": {"text": "mind this"}}])

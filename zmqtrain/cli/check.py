@@ -52,7 +52,7 @@ def run_check(
         print_faults(error, json)
         return FAULTY
     topology, unasked = _with_room(topology, emulate=emulate, ask=not file_only)
-    placement, findings = look_at_file(topology, data)
+    placement, findings = look_at_file(topology, data, emulate=emulate)
     findings += unasked
     if load is None:
         load = not file_only and (emulate or topology.engine.kind == "local")

@@ -103,6 +103,7 @@ class RunRecord:
         elif kind == "backup" and values.get("alone"):
             self._view.note(f"warning: {values['reason']}")
         elif kind == "join" and values.get("late"):
+            self._directory.trace.again(peer)
             came = {f"agent/{spare.host}" for spare in self._placement.spares} | {spare.peer for spare in self._placement.spares}
             self._view.note(f"{peer} has joined the run" if peer in came else f"{peer} is back")
         elif kind in ("failed", "halt") and not self.quiet:  # the reason is shown once, at the end, after all reports
