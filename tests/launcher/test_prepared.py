@@ -50,6 +50,18 @@ thread.join()
     assert run(code).split() == ["0", "None", "None"]
 
 
+def test_where_a_child_cannot_be_waited_for_nothing_is_forked() -> None:
+    code = """
+def missing(pid):
+    raise OSError(38, "Function not implemented")
+
+os.pidfd_open = missing
+with Prepared.of(agents=2):
+    print(len(children()))
+"""
+    assert run(code).split() == ["0"]
+
+
 def test_an_agent_has_the_environment_that_it_gets() -> None:
     """Here one that names no run, with which it ends as the command does."""
     code = """

@@ -14,6 +14,7 @@ from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.launch_options import LaunchOptions
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import UsageError
+from zmqtrain.launcher.elsewhere import require_here
 from zmqtrain.launcher.emulate import EmulatedHosts, Emulation
 from zmqtrain.launcher.engine import GatheringEngine, make_engine
 from zmqtrain.launcher.local import LocalEngine
@@ -46,6 +47,8 @@ def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | 
     emulation = emulation_of(topology, options.emulate, options.shaping, options.dilation)
     if (options.template is not None or options.dry_run) and not options.submit:
         raise UsageError(f"--{'dry-run' if options.dry_run else 'template'} is only for batch scripts: add --submit")
+    if emulation is None and options.own_engine is None:
+        require_here(topology)
     if topology.engine.kind == "slurm" and emulation is None and not options.submit:
         from zmqtrain.launcher.slurm.engine import in_allocation, require_allocation
 
@@ -107,9 +110,11 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
     with ExitStack() as stack:
         here = emulation is not None or isinstance(engine, LocalEngine)
         if here and options.own_engine is None and not options.detach:  # one that is detached is forked itself
+            from zmqtrain.launcher.forkserver import entry_for
             from zmqtrain.launcher.prepared import Prepared
 
-            prepared = stack.enter_context(Prepared.of(agents=len({role.host for role in placement.roles})))
+            agents = len({role.host for role in placement.roles})
+            prepared = stack.enter_context(Prepared.of(agents=agents, entry=entry_for(script[0] if script else None)))
             engine = LocalEngine(prepared=prepared) if emulation is None else EmulatedHosts(emulation, prepared)
         from zmqtrain.cli.lead import lead
 
