@@ -41,6 +41,7 @@ from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.turns import handing_over
 from zmqtrain.topology.elastic import ASKING
+from zmqtrain.train.alike import facts_of_training, require_alike
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.saving import send_model, whole_state
@@ -169,6 +170,7 @@ class Core:
                 shards=None if divided is None else divided.shards,
                 norm=None if divided is None else GradientNorm(divided.shards, divided.parallel.fabric),
             )
+        await require_alike(self.context, "session", facts_of_training(None if divided is not None else model, optimizer))
         if divided is not None:
             replica.waiting = handing_over
             for fabric in self._fabrics:
