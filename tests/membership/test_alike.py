@@ -17,7 +17,8 @@ def test_the_first_is_the_measure_for_all_others() -> None:
     found = alike.compare("task", "worker/2", "c", {"lr": ["0.2"], "model": ["Linear"]})
     assert found == [Difference("lr", "worker/1", "b", "0.1", "0.2"), Difference("model", "worker/1", "b", "Tanh", "")]
     assert alike.compare("other", "worker/2", "c", {"lr": ["0.2"]}) == []
-    assert alike.compare("task", "worker/3", "c", {"lr": ["0.1"], "more": ["x"]}) == []  # what only one names is passed over
+    assert alike.compare("task", "worker/3", "c", {"lr": ["0.1"], "loss": ["x"]}) == []  # the first to name a loss
+    assert alike.compare("task", "fc/0", "d", {"loss": ["y"]}) == [Difference("loss", "worker/3", "c", "x", "y")]
     assert [Difference.from_value(each.to_value()) for each in found] == found
 
 

@@ -52,19 +52,21 @@ class Difference:
 
 @dataclass(slots=True)
 class Alike:
-    """Keeps what was said first about each subject."""
+    """Keeps what was said first of each thing of each subject."""
 
-    _first: dict[str, tuple[PeerId, str, Facts]] = field(default_factory=dict)
+    _first: dict[str, dict[str, tuple[PeerId, str, Sequence[str]]]] = field(default_factory=dict)
 
     def compare(self, subject: str, peer: PeerId, host: str, facts: Facts) -> list[Difference]:
-        """In what ``peer`` differs from the first to say something about this subject. Things that only one of the two names are
-        passed over."""
+        """In what ``peer`` differs from the first to say something of the same things of this subject."""
         if subject not in self._first and len(self._first) >= MOST_SUBJECTS:
             return []
-        first, there, theirs = self._first.setdefault(subject, (peer, host, facts))
+        known = self._first.setdefault(subject, {})
         found = []
-        for what, items in theirs.items():
-            for one, other in zip_longest(items, facts.get(what, items), fillvalue=""):
+        for what, items in facts.items():
+            if what not in known and len(known) < MOST_THINGS:
+                known[what] = peer, host, items
+            first, there, theirs = known.get(what, (peer, host, items))
+            for one, other in zip_longest(theirs, items, fillvalue=""):
                 if one != other:
                     found.append(Difference(what, first, there, one, other))
                     break

@@ -77,10 +77,15 @@ def facts_of_training(
         parameters = (_tensor(name, value, trained=value.requires_grad) for name, value in model.named_parameters())
         facts["the list of the model's parameters"] = list(parameters)
     if loss is not None:
-        facts["the loss"] = [_OWN.sub("", _name(loss))]
+        facts |= facts_of_loss(loss)
     for what, number in (samples or {}).items():
         facts[f"the number of samples of the {what}"] = ["a stream" if number is None else str(number)]
     return {what: bounded(items) for what, items in facts.items()}
+
+
+def facts_of_loss(loss: Any) -> dict[str, list[str]]:
+    """What is compared of a loss: the function's name, a module's settings."""
+    return {"the loss": bounded([_OWN.sub("", _name(loss))])}
 
 
 def files() -> Facts:
