@@ -41,7 +41,7 @@ from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.turns import handing_over
 from zmqtrain.topology.elastic import ASKING
-from zmqtrain.train.alike import facts_of_training, require_alike
+from zmqtrain.train.alike import OPTIMIZER, facts_of_training, require_alike
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.saving import send_model, whole_state
@@ -170,7 +170,10 @@ class Core:
                 shards=None if divided is None else divided.shards,
                 norm=None if divided is None else GradientNorm(divided.shards, divided.parallel.fabric),
             )
-        await require_alike(self.context, "session", facts_of_training(None if divided is not None else model, optimizer))
+        facts = facts_of_training(None if divided is not None else model, optimizer)
+        if self.members.late:  # it may have read a checkpoint of its own, with rates that have changed since; it gets the others'
+            facts = {what: items for what, items in facts.items() if what != OPTIMIZER}
+        await require_alike(self.context, "session", facts)
         if divided is not None:
             replica.waiting = handing_over
             for fabric in self._fabrics:

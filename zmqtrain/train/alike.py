@@ -28,6 +28,8 @@ from zmqtrain.errors import TaskError
 from zmqtrain.membership.alike import MOST_THINGS, Difference, Facts, bounded
 from zmqtrain.membership.context import RoleContext
 
+#: The name of what is said of an optimizer.
+OPTIMIZER = "the optimizer"
 #: Of the words in a module's description, those that differ between processes that have the same: addresses, and devices.
 _OWN = re.compile(r"0x[0-9a-f]+|\b(cuda|xpu|mps):\d+")
 #: Parts of the paths of files that are not the user's own.
@@ -71,7 +73,7 @@ def facts_of_training(
         loss: ``None``: it is not known.
         samples: their numbers, of the training and the evaluation data; ``None`` for a stream.
     """
-    facts = {"the optimizer": [type(optimizer).__name__, *_groups(optimizer)]}
+    facts = {OPTIMIZER: [type(optimizer).__name__, *_groups(optimizer)]}
     if model is not None:
         facts["the model"] = [_OWN.sub("", line).strip() for line in repr(model).splitlines()]
         parameters = (_tensor(name, value, trained=value.requires_grad) for name, value in model.named_parameters())
