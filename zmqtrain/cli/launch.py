@@ -110,9 +110,11 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
     with ExitStack() as stack:
         here = emulation is not None or isinstance(engine, LocalEngine)
         if here and options.own_engine is None and not options.detach:  # one that is detached is forked itself
+            from zmqtrain.launcher.forkserver import entry_for
             from zmqtrain.launcher.prepared import Prepared
 
-            prepared = stack.enter_context(Prepared.of(agents=len({role.host for role in placement.roles})))
+            agents = len({role.host for role in placement.roles})
+            prepared = stack.enter_context(Prepared.of(agents=agents, entry=entry_for(script[0] if script else None)))
             engine = LocalEngine(prepared=prepared) if emulation is None else EmulatedHosts(emulation, prepared)
         from zmqtrain.cli.lead import lead
 

@@ -158,7 +158,7 @@ class EmulatedHosts:
     async def open(self, run: EngineRun) -> None:
         assert self._engine is not None
         if run.agents:
-            await self._stack.enter_async_context(self._engine.local.forking())
+            await self._stack.enter_async_context(self._engine.local.forking(run.script))
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
         assert self._engine is not None

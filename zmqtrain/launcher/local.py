@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from zmqtrain.launcher.adopted import AdoptedHandle, process_of, trace_of
 from zmqtrain.launcher.engine import AGENT, EngineRun, Gathered, Gathering, Handle
-from zmqtrain.launcher.forkserver import ADOPTED, ServerProcess
+from zmqtrain.launcher.forkserver import ADOPTED, ServerProcess, entry_for
 from zmqtrain.launcher.namespaces import in_namespace
 from zmqtrain.launcher.zygote import Zygote
 from zmqtrain.topology.schema import Host
@@ -44,9 +44,11 @@ class LocalEngine:
         self._zygote: Zygote | None = None
 
     @asynccontextmanager
-    async def forking(self) -> AsyncIterator[None]:
-        """Within the block, agents that are started share one import of torch; without it, each starts a fork server of its own."""
-        async with Zygote(forked=None if self._prepared is None else self._prepared.take_zygote()) as self._zygote:
+    async def forking(self, script: str | None) -> AsyncIterator[None]:
+        """Within the block, agents that are started share one import of torch; without it, each starts a fork server of its own.
+        ``script``: the script that workers run; ``None``: a task."""
+        forked = None if self._prepared is None else self._prepared.take_zygote()
+        async with Zygote(entry_for(script), forked=forked) as self._zygote:
             try:
                 yield
             finally:
@@ -117,7 +119,7 @@ class LocalHosts:
     async def open(self, run: EngineRun) -> None:
         # Fork servers with a common import end with the launcher; agents that outlive it have fork servers of their own.
         if run.agents and not self._engine.outlive:
-            await self._stack.enter_async_context(self._engine.forking())
+            await self._stack.enter_async_context(self._engine.forking(run.script))
 
     async def close(self) -> None:
         await self._stack.aclose()

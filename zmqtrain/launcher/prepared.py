@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -33,6 +34,9 @@ from zmqtrain.launcher.signals import heed_no_preemption
 from zmqtrain.launcher.streams import plain_streams
 from zmqtrain.launcher.zygote import RUNNING, be_zygote
 from zmqtrain.membership.environment import PEER
+
+with suppress(ImportError):
+    import uvloop  # noqa: F401 - once, for this process and all below it
 
 
 class ForkedChild:
@@ -99,8 +103,9 @@ class Prepared:
         self._agents: list[_Waiting] = []
 
     @classmethod
-    def of(cls, *, agents: int) -> Self:
-        """Fork the zygote, and so many agents. Nothing is forked if this process has several threads, or before Linux 5.3.
+    def of(cls, *, agents: int, entry: str = ENTRY) -> Self:
+        """Fork the zygote, with this entry (`zmqtrain.launcher.forkserver.import_entry`), and so many agents. Nothing is forked if
+        this process has several threads, or before Linux 5.3.
 
         Raises `OSError` if processes cannot be started."""
         prepared = cls()
@@ -114,7 +119,7 @@ class Prepared:
             with _uninterrupted():
                 # One that has imported torch has begun to use it, too, and perhaps the user's code.
                 if RUNNING not in os.environ and "torch" not in sys.modules:
-                    prepared._zygote = _fork(_be_zygote, [])
+                    prepared._zygote = _fork(partial(_be_zygote, entry), [])
                 for _ in range(agents):
                     prepared._agents.append(_fork(_be_agent, prepared._channels()))
         except BaseException:
@@ -218,7 +223,7 @@ def _live(life: Callable[[socket.socket], int], channel: socket.socket, parent: 
         os._exit(code)  # not sys.exit: this process must not run the launcher's exit handlers
 
 
-def _be_zygote(channel: socket.socket) -> int:
+def _be_zygote(entry: str, channel: socket.socket) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     setproctitle("zmqtrain zygote")
@@ -230,7 +235,7 @@ def _be_zygote(channel: socket.socket) -> int:
     if sys.path and Path(sys.path[0]) == Path(command).absolute().parent:
         del sys.path[0]  # of the command's script
     plain_streams()
-    be_zygote(channel, ENTRY)
+    be_zygote(channel, entry)
     return 0
 
 
