@@ -40,7 +40,7 @@ _REMEDY = (
 )
 
 
-async def require_alike(context: RoleContext, subject: str, facts: Facts) -> None:
+async def require_same_training(context: RoleContext, subject: str, facts: Facts) -> None:
     """Say what this worker has, and compare it with what others have said of the same ``subject``. Files of the user's are compared
     if the run has several hosts.
 

@@ -30,7 +30,7 @@ from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import turn
 from zmqtrain.topology.elastic import ASKING
-from zmqtrain.train.alike import facts_of_training, require_alike
+from zmqtrain.train.alike import facts_of_training, require_same_training
 from zmqtrain.train.batches import make_batches, partition_of
 from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callbacks import Callbacks
@@ -178,7 +178,7 @@ class TorchWork:
             if make_remote is not None:
                 remote = make_remote(device)
             built = await device.run(lambda: _build(context, device, task, fabric, remote))
-            await require_alike(context, "task", built.facts)
+            await require_same_training(context, "task", built.facts)
             if built.source.stream and context.topology.elastic:
                 await context.membership.need_all(
                     f"{built.source.name} is a stream, and no other worker can take over a part of it"
