@@ -22,7 +22,7 @@ from zmqtrain.topology.schema import Topology
 @pytest.mark.parametrize(
     ("complete", "resumed", "said"),
     [
-        ((100, 358), None, r"before step 358: --resume .*run continues$"),
+        ((100, 358), None, r"after step 358 \(9.0 s\): --resume .*run continues$"),
         ((100,), None, r"no checkpoint of that step was kept; --resume .*run continues from step 100$"),
         ((), None, "no checkpoint was kept$"),
         ((), "before/run", "nothing was trained; --resume before/run continues$"),

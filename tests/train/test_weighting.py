@@ -105,6 +105,18 @@ async def test_a_root_of_a_mean_is_no_mean() -> None:
         await trained(loss, groups=2, group_size=1, batch_size=8)
 
 
+async def test_a_mean_over_some_samples_is_no_mean_if_a_half_has_none_of_them() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return output[target == 1].square().mean()
+
+    output = torch.ones(4, 3)
+    for target in (torch.tensor([1, 1, 0, 0]), torch.tensor([0, 0, 0, 1])):
+        with pytest.raises(TaskError, match="is not a mean over samples"):
+            require_mean(loss, output, target, 4, loss(output, target))
+    infinite = torch.full((4, 3), torch.inf)
+    assert require_mean(cross_entropy, infinite, torch.zeros(4, dtype=torch.long), 4, torch.tensor(torch.nan))
+
+
 async def test_a_loss_computed_in_single_precision_of_any_output_is_a_mean() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         output, target = torch.randn(64, 3, generator=torch.Generator().manual_seed(1)).to(dtype), torch.arange(64) % 3

@@ -73,6 +73,7 @@ class TrainLoop:
             step=lambda: self.step,
             quiet=self._quiet,
             state_mean=work.state_mean,
+            begin_alike=work.begin_alike,
         )
         self._rebalance = Rebalance.of(context, work.shares)
         self.halted = False

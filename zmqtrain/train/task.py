@@ -161,7 +161,7 @@ def _not_callable(name: str, value: object) -> str:
 def check_model(model: object) -> None:
     """Raise `TaskError` unless ``model`` is a module with something to train."""
     if not isinstance(model, nn.Module):
-        raise TaskError(f"Task.model() returned a {type(model).__name__}; it must return a torch.nn.Module")
+        raise TaskError(f"Task.model() returned an object of type {type(model).__name__}; it must return a torch.nn.Module")
     parameters = list(model.parameters())
     if not parameters:
         raise TaskError(
@@ -233,7 +233,10 @@ def build_optimizer_of(
     with user_code("Task.optimizer(parameters)"):
         optimizer = task.optimizer(parameters)
     if not isinstance(optimizer, Optimizer):
-        raise TaskError(f"Task.optimizer(parameters) returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
+        raise TaskError(
+            f"Task.optimizer(parameters) returned an object of type {type(optimizer).__name__}; it must return a "
+            "torch.optim.Optimizer"
+        )
     known = {id(parameter) for parameter in parameters}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise TaskError("Task.optimizer(parameters) returned an optimizer of other parameters than those it was given")
@@ -250,8 +253,8 @@ def build_optimizer_of(
         schedule = task.schedule(optimizer)
     if isinstance(schedule, ReduceLROnPlateau) or not isinstance(schedule, LRScheduler):
         raise TaskError(
-            f"Task.schedule(optimizer) returned a {type(schedule).__name__}; it must return a torch LRScheduler that is stepped "
-            "once a training step (ReduceLROnPlateau needs a metric and is not supported)"
+            f"Task.schedule(optimizer) returned an object of type {type(schedule).__name__}; it must return a torch "
+            "LRScheduler that is stepped once a training step (ReduceLROnPlateau needs a metric and is not supported)"
         )
     return optimizer, schedule
 
@@ -337,13 +340,16 @@ def task_of(function: Any, spec: str, args: Mapping[str, Any] | None = None, dat
         return function
     if not callable(function):
         raise UsageError(
-            f"[job] task = {spec!r}: {spec.rpartition(':')[2]} is a {type(function).__name__}, not a function that returns a Task"
+            f"[job] task = {spec!r}: {spec.rpartition(':')[2]} is of type {type(function).__name__}, not a function that returns "
+            "a Task"
         )
     keywords = _keywords(function, spec, dict(args or {}), data_path)
     with user_code(f"the task's function {spec}"):
         task = function(**keywords)
     if not isinstance(task, Task):
-        raise TaskError(f"the task's function {spec} returned a {type(task).__name__}; it must return a zmqtrain.Task")
+        raise TaskError(
+            f"the task's function {spec} returned an object of type {type(task).__name__}; it must return a zmqtrain.Task"
+        )
     return task
 
 

@@ -30,6 +30,7 @@ from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import turn
 from zmqtrain.topology.elastic import ASKING
 from zmqtrain.train.batches import make_batches, partition_of
+from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
 from zmqtrain.train.construct import divided_model
@@ -223,6 +224,10 @@ class TorchWork:
         for _ in range(step or 0):
             self.after_step()
         return step
+
+    async def begin_alike(self, group: Group, restored: bool) -> None:
+        if self._fabric is None:  # workers of a grid have parts, and the model was compared with the ordinary one
+            await begin_alike(self._replica.untrained(buffers=not restored), group, "begin alike", self._device.run)
 
     @property
     def keeps(self) -> bool:

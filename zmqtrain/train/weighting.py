@@ -7,6 +7,7 @@ of a step is that of all workers' sums, divided by all workers' weights.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -169,8 +170,9 @@ class _Halves:
 
     def mean_within(self, tolerance: float) -> bool:
         mean = (self.first * self.half + self.second * (self.samples - self.half)) / self.samples
-        largest = max(abs(self.whole), abs(self.first), abs(self.second))
-        return self.again != self.whole or not abs(mean - self.whole) > tolerance * largest
+        if self.again != self.whole or not math.isfinite(self.whole):  # random, or bad for another reason
+            return True
+        return abs(mean - self.whole) <= tolerance * max(abs(self.whole), abs(self.first), abs(self.second))
 
     @property
     def alike(self) -> bool:

@@ -76,6 +76,9 @@ class Work(Protocol):
         ``None``."""
         ...
 
+    async def begin_alike(self, group: Group, restored: bool) -> None:
+        """Have what the exchange does not send of the model from the first member of ``group``, which are all workers."""
+
     @property
     def keeps(self) -> bool:
         """Whether there is a model to keep, and a state to resume from."""

@@ -297,3 +297,27 @@ def forgotten(loop: Loop) -> None:
             optimizer.state = defaultdict(dict)
         if number == 3:
             optimizer.state.clear()
+
+
+class Projected(nn.Module):
+    """Begins with a random projection, which is not trained."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("buffer", torch.randn(FEATURES, FEATURES, generator=generator))
+        self.frozen = nn.Parameter(torch.randn(FEATURES, FEATURES, generator=generator), requires_grad=False)
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layer(torch.cos(inputs @ self.buffer) @ self.frozen)
+        return scores
+
+
+@row("other buffers and frozen parameters on each worker at `replicate()`: all begin with rank 0's")
+def built_apart(loop: Loop) -> None:
+    model, optimizer = loop.start(make=lambda: Projected(loop.rank))
+    for inputs, target in loop.batches():
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()

@@ -158,7 +158,10 @@ def _others(state: Json) -> str:
     for member in state["members"]:
         if member["peer"] not in shown and member["state"] not in ("lost", "failed"):
             healths.setdefault(member["health"], []).append(str(member["peer"]))
-    said = [f"{', '.join(peers[:8])}{', ...' if len(peers) > 8 else ''}: {health}" for health, peers in healths.items()]
+    said = [
+        f"{', '.join(peers[:8])}{', ...' if len(peers) > 8 else ''}: {health if len(peers) == 1 else health.replace('has', 'have')}"
+        for health, peers in healths.items()
+    ]
     return "; ".join(said)
 
 

@@ -77,7 +77,7 @@ function draw(id, series, axis, format = brief) {
         width: each.thin ? 1 : 2,
         dash: each.dashed ? [6, 4] : undefined,
         spanGaps: true,
-        points: { show: each.curve.value.length < 30 },
+        points: { show: (shown, index) => shown.data[index].length < 30 },
         value: (_, value) => format(value),
       })),
     ],
