@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from tests.train.world import Recipe, run, topology_of
 from zmqtrain.errors import TaskError
-from zmqtrain.train.weighting import ClassWeighted, require_mean, taken_apart
+from zmqtrain.train.weighting import ClassWeighted, require_mean, rows_counted, taken_apart
 
 CLASSES = torch.tensor([0.1, 1.0, 7.0], dtype=torch.float64)
 
@@ -146,6 +146,15 @@ async def test_targets_with_other_rows_than_samples_need_a_weight() -> None:
     torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
 
 
+def test_rows_of_targets() -> None:
+    boxes = [{"boxes": torch.zeros(3, 4), "labels": torch.zeros(3)} for _ in range(8)]
+    images = [torch.zeros(3, 16, 16) for _ in range(8)]
+    for target in (torch.zeros(8), torch.zeros(24), torch.zeros(5, 8), boxes, (images, boxes), {"x": torch.zeros(8, 2), "n": 1}, 7):
+        assert rows_counted(target, 8) == 8
+    for target in (torch.zeros(7), {"labels": torch.zeros(7, 2), "mask": torch.zeros(7)}):
+        assert rows_counted(target, 8) == 7
+
+
 class Tokens(nn.Module):
     """Computes its loss, a mean over tokens, as Hugging Face's models do."""
 
@@ -154,12 +163,13 @@ class Tokens(nn.Module):
         self.layer, self.drop = nn.Linear(6, 3).double(), nn.Dropout(drop)
         self.norm = nn.BatchNorm1d(6).double()
 
-    def forward(self, x: Tensor, labels: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
         scores = self.layer(self.drop(x))
         losses = cross_entropy(scores, labels, reduction="none")
         if mask is None:
             return {"loss": cross_entropy(scores, labels), "scores": scores}
-        return {"loss": (losses * mask).sum() / mask.sum() + 0.0 * self.norm(x).sum(), "scores": scores}
+        loss = (losses * mask).sum() / mask.sum() + 0.0 * self.norm(x).sum()
+        return {"loss": loss, "scores": scores, "cache": object()}
 
 
 async def test_a_model_s_own_loss_that_is_no_mean_over_samples_is_refused() -> None:

@@ -21,6 +21,7 @@ from zmqtrain.train.weighting import (
     LOSSES_TRIED,
     ignored_by_model,
     ignores,
+    of_model,
     parted,
     require_none_ignored,
     rows_counted,
@@ -86,9 +87,9 @@ class Metrics:
 def _is_mean(measure: Measure, output: Any, target: Any, count: int, samples: int, value: Any) -> bool:
     """Whether the value of a batch with ``count`` rows is their mean, as far as that can be seen."""
     found = tried_on_halves(measure, output, target, count, value) if count > 1 else None
-    if found is None:
-        return count == samples
-    return found.mean and not (found.alike and ignored_by_model(target) is not None)
+    if (of_model(value, output) or (found is not None and found.alike)) and ignored_by_model(target) is not None:
+        return False
+    return count == samples if found is None else found.mean
 
 
 def _are_classes(output: Any, target: Any) -> bool:

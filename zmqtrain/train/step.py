@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from zmqtrain.data.batch import Batch
-from zmqtrain.data.nested import leaves
 from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.train.device.base import Device
@@ -26,6 +25,7 @@ from zmqtrain.train.weighting import (
     WeightSums,
     ignores,
     mean_of,
+    of_model,
     parted,
     require_all_rows,
     require_mean,
@@ -196,12 +196,12 @@ class TrainStep:
     def _try(self, part: Batch, output: Any, loss: Tensor) -> None:
         """Refuse a loss that is not a mean over samples."""
         require_all_rows(part.target, part.samples)
-        if not self._models and any(leaf is loss for leaf in leaves(output)):
+        if not self._models and of_model(loss, output):
             self._models = True
             require_none_ignored_by_model(part.target)
         if self._tries and part.samples > 1 and loss.numel() == 1:
             self._tries -= 1
-            if not require_mean(self._loss, output, part.target, part.samples, loss.detach()):
+            if self._models or not require_mean(self._loss, output, part.target, part.samples, loss.detach()):
                 require_mean_of_model(self._loss, part, self._replica.model)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
@@ -228,12 +228,29 @@ def rows_counted(target: Any, samples: int) -> int:
     """How many rows the target has, if that is no multiple of the number of ``samples``; otherwise their number.
 
     A collate function that leaves samples out makes such targets, and one that packs sequences."""
-    shapes = {tuple(leaf.shape) for leaf in leaves(target) if isinstance(leaf, Tensor) and leaf.ndim}
+    shapes = {tuple(leaf.shape) for leaf in _stacked(target, samples) if leaf.ndim}
     lengths = {shape[0] for shape in shapes}
     if len(lengths) != 1 or any(samples in shape[1:] for shape in shapes):
         return samples
     (length,) = lengths
     return samples if length % samples == 0 else length
+
+
+def _stacked(part: Any, samples: int) -> Iterator[Tensor]:
+    """The tensors of a target, without those in lists that have one entry per sample."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, Mapping):
+        for value in part.values():
+            yield from _stacked(value, samples)
+    elif isinstance(part, tuple | list) and len(part) != samples:
+        for value in part:
+            yield from _stacked(value, samples)
+
+
+def of_model(loss: Any, output: Any) -> bool:
+    """Whether the model has computed this loss."""
+    return any(leaf is loss for leaf in leaves(output))
 
 
 def require_all_rows(target: Any, samples: int) -> None:
