@@ -185,9 +185,9 @@ class Serving:
         )
 
     def begin(self) -> None:
-        """Send every group the initial values."""
+        """Send every group that is there the initial values."""
         groups = len(self._configuration.groups)
-        for group in range(groups):
+        for group in self.lives if self._elastic else range(groups):
             for piece in self._shard.entries:
                 self.send_values(group, piece, initial_tag(piece))
         self._shard.sensors.watch(self._shard.entries.values(), groups)

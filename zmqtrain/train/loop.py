@@ -411,7 +411,9 @@ class TrainLoop:
         else:
             checkpoint = work.keeps and step > 0 and bool(job.checkpoint_every)
             await self._have_servers_keep(step, save=checkpoint, last=True)
-            state = await members.together("last", step, self._last)
+            # Also of those who have come when there was nothing left to train.
+            members_since = step if members.slots is None else max(step, members.slots.eras[-1].since + 1)
+            state = await members.together("last", members_since, self._last)
             if step > 0:
                 await self._send_model(step, state, alone=not checkpoint)
             if checkpoint:
