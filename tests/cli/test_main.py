@@ -52,6 +52,15 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "--resume" in capsys.readouterr().out
 
 
+def test_commands_that_are_not_shown_are_not_suggested(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "lanch") == 2
+    said = capsys.readouterr().err
+    assert "'launch'" in said
+    assert "'bench'" not in said
+    assert call(monkeypatch, "bench") == 2
+    assert "python -m benchmarks" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -71,6 +71,12 @@ def launch(folder: Path, script: str, *arguments: str, from_nothing: bool = Fals
     return Launched(folder, "trial.toml", *arguments[:1], "script.py", *arguments[1:], from_nothing=from_nothing)
 
 
+def test_a_script_without_a_session_is_said_to_have_run_alone(tmp_path: Path) -> None:
+    with launch(tmp_path, "") as run:
+        assert run.end() == 0, run
+        assert any("warning: script.py made no session" in line for line in run.lines), run
+
+
 def test_what_roles_get_and_what_a_run_leaves(tmp_path: Path) -> None:
     with launch(tmp_path, MEETS, "--data=elsewhere", "--json", "5", from_nothing=True) as run:
         assert run.end() == 0, run

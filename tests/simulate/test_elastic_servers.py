@@ -147,8 +147,8 @@ time_limit = 200
 """
 
 
-def on_slow_network(faults: Sequence[Fault], **options: Any) -> Result:
-    result = simulate(parse_topology(SLOW_NETWORK), options=Options(faults=faults, **options))
+def on_slow_network(faults: Sequence[Fault], text: str = SLOW_NETWORK, **options: Any) -> Result:
+    result = simulate(parse_topology(text), options=Options(faults=faults, **options))
     assert result.ending.status == "done", result.ending.error
     return result
 
@@ -158,6 +158,14 @@ def test_two_that_come_back_when_there_is_nothing_left_to_train_end_with_the_oth
     """All of them evaluate the model together. Those that trained the last step and the two, which had come one after another, each
     took others to be there, and the run ended with an error."""
     on_slow_network([restart("worker/2", at=first, after=0.1), restart("worker/3", at=second, after=0.1)])
+
+
+def test_a_worker_has_no_part_in_a_step_between_two_changes() -> None:
+    """All steps were trained when one was lost and another came back, but the lost one had left batches: the others go on with the
+    step of the second change, and servers had heard of no rest."""
+    text = SLOW_NETWORK.replace("steps = 2", "steps = 4").replace('"sync"\nshards = 1', '"async"\nshards = 2\nreplicas = 1')
+    faults = [restart("worker/2", at=48.022, after=0.1), restart("worker/3", at=55.097, after=0.1)]
+    assert on_slow_network(faults, text).broken == []
 
 
 def test_one_that_asks_servers_that_have_ended_is_told_so() -> None:

@@ -27,6 +27,15 @@ class Commands(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _shown(super().get_params(ctx))
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Hidden commands can be called, and are not suggested."""
+        everything = self.commands
+        self.commands = {name: command for name, command in everything.items() if not command.hidden or name in args[:1]}
+        try:
+            return super().resolve_command(ctx, args)
+        finally:
+            self.commands = everything
+
 
 class Command(TyperCommand):
     """One command. Its help is the docstring, whose paragraphs fill the terminal's width."""

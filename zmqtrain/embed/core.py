@@ -41,6 +41,7 @@ from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.turns import handing_over
 from zmqtrain.topology.elastic import ASKING
+from zmqtrain.train.alike import OPTIMIZER, facts_of_training, require_same_training
 from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.callbacks import Callbacks
@@ -172,6 +173,10 @@ class Core:
                 shards=None if divided is None else divided.shards,
                 norm=None if divided is None else GradientNorm(divided.shards, divided.parallel.fabric),
             )
+        facts = facts_of_training(None if divided is not None else model, optimizer)
+        if self.members.late:  # it may have read a checkpoint of its own, with rates that have changed since; it gets the others'
+            facts = {what: items for what, items in facts.items() if what != OPTIMIZER}
+        await require_same_training(self.context, "session", facts)
         if divided is not None:
             replica.waiting = handing_over
             for fabric in self._fabrics:

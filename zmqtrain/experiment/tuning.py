@@ -138,8 +138,7 @@ class Tuning:
             if isinstance(trial, Done):
                 return trial
             runs.elapsed_s = sum(max(outcome.whole_s, outcome.seconds) for _, outcome in machine.trials)
-            begins = f"trial {trial.number}: {trial.phase}, {trial.setting}: {trial.reason}"
-            self._event(name, "trial begins", begins, trial.to_value())
+            self._event(name, "trial begins", trial.reason, trial.to_value())
             if not runs.shows(trial):
                 self._shown.begins(trial)
             try:

@@ -311,6 +311,12 @@ class Launch:
 
     def _ending(self, outcome: Outcome) -> Ending:
         ending = ending_of(outcome, stopped=self._record.stopped_at is not None, interrupted=bool(self._interrupts))
+        script = self._description.script
+        if script and outcome.status == "done" and self._assembly is not None and not self._assembly.coordinator.running.is_set():
+            self._record.note(
+                f"warning: {script[0]} made no session (zmqtrain.session() or zmqtrain.join()), so each worker ran it by itself, "
+                "and shared nothing through zmqtrain"
+            )
         return Ending("stopped", 0) if self._stopped and ending.status == "halted" else ending
 
 

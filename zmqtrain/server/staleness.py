@@ -76,7 +76,7 @@ class UnknownGroupError(ProtocolError):
 class StalenessMachine:
     """Tracks how many steps each group has pushed. ``first_step``: the step of the first push (not 0 after a resume)."""
 
-    __slots__ = ("_begun", "_clock", "_coming", "_entering", "_policy", "_resting", "_waiting")
+    __slots__ = ("_begun", "_clock", "_coming", "_entering", "_policy", "_resting", "_since", "_waiting")
 
     def __init__(self, policy: Policy, groups: Collection[int], first_step: int = 0) -> None:
         self._policy = policy
@@ -84,6 +84,7 @@ class StalenessMachine:
         self._waiting: list[int] = []  # groups that have pushed and wait for an answer, in the order of their pushes
         self._resting: set[int] = set()
         self._begun: dict[int, int] = {}  # a group that was to enter while it rested -> the step before, which it may have begun
+        self._since: dict[int, list[int]] = {}  # a group -> where changes begin that it has not reached, with which it may go on
         self._entering: set[int] = set()  # of those that wait: they have not pushed yet
         self._coming: dict[int, int] = {}  # sync: groups that enter when all others have done the steps before this one
 
@@ -117,6 +118,7 @@ class StalenessMachine:
             "begun": [[group, step] for group, step in self._begun.items()],
             "entering": sorted(self._entering),
             "coming": [[group, step] for group, step in self._coming.items()],
+            "since": [[group, list(steps)] for group, steps in self._since.items()],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -125,6 +127,7 @@ class StalenessMachine:
         self._waiting = list(state["waiting"])
         self._resting, self._entering = set(state["resting"]), set(state["entering"])
         self._coming, self._begun = dict(state["coming"]), dict(state["begun"])
+        self._since = {group: list(steps) for group, steps in state["since"]}
 
     def expected(self, group: int) -> int:
         """The next step that the group has to push. Raises `UnknownGroupError`."""
@@ -148,7 +151,7 @@ class StalenessMachine:
             return
         if step < expected:
             raise DuplicatePushError(f"group {group} has already pushed step {step}; its next step is {expected}")
-        if step > expected:
+        if step > expected and step not in self._since.get(group, ()):
             raise OutOfOrderPushError(f"group {group} pushed step {step}, but its next step is {expected}")
 
     def pushed(self, group: int, step: int) -> Decision:
@@ -165,7 +168,9 @@ class StalenessMachine:
     def enter(self, group: int, step: int) -> Decision:
         """The group takes part from ``step`` on, which it must push next. No other group has pushed it yet, if all wait for each
         other. A group that already takes part stays as it is, but must not rest any more: its next step is this one, or first
-        the one that it has begun meanwhile."""
+        the one that it has begun meanwhile. One that did not rest goes on with its next step or, if it has no part in those before
+        it, with this one."""
+        self._since[group] = [*(since for since in self._since.get(group, ()) if since > self._clock.get(group, step)), step]
         if group in self._clock:
             if group in self._resting:
                 self._resting.discard(group)
@@ -196,6 +201,7 @@ class StalenessMachine:
         """The group trains no more: others stop waiting for it. Its pending gradient, if any, is still applied."""
         self._coming.pop(group, None)
         self._begun.pop(group, None)
+        self._since.pop(group, None)
         if group not in self._clock:
             return Decision()
         self._resting.discard(group)

@@ -181,7 +181,7 @@ class Auditor:
             if key in self._applied:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} twice")
             self._applied.add(key)
-            if (server, int(group), int(step)) in self._entries:
+            if (server, int(group), int(step)) in self._entries or self._had_no_part(int(group), counts[group], int(step)):
                 counts[group] = step
             if step != counts[group]:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} after only {counts[group]} of its steps")
@@ -193,6 +193,11 @@ class Auditor:
                     if other == server:
                         others[group] = max(others[group], self._entered.get((server, group), 0))
         self._check_staleness(server, piece, counts, values)
+
+    def _had_no_part(self, group: int, first: int, until: int) -> bool:
+        """Whether the group took no batch in the steps from ``first`` up to ``until``, of which there is at least one."""
+        slots = self._slots
+        return slots is not None and first < until and not any(slots.took(group, step) for step in range(first, until))
 
     def _check_staleness(self, server: PeerId, piece: int, counts: Sequence[int], values: Mapping[str, Any]) -> None:
         exchange = self._topology.exchange

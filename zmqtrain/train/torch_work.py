@@ -22,6 +22,7 @@ from zmqtrain.errors import UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.exchange.members import Members
+from zmqtrain.membership.alike import Facts
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.parallel.gradient_norm import GradientNorm
@@ -29,6 +30,7 @@ from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import turn
 from zmqtrain.topology.elastic import ASKING
+from zmqtrain.train.alike import facts_of_training, require_same_training
 from zmqtrain.train.batches import make_batches, partition_of
 from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callbacks import Callbacks
@@ -67,6 +69,8 @@ class _Built:
     fabric: NetworkFabric | None
     ordinary: Ordinary | None
     """What the divided model is compared with; ``None``: it is not."""
+    facts: Facts
+    """What all workers must have alike."""
 
 
 class TorchWork:
@@ -174,6 +178,7 @@ class TorchWork:
             if make_remote is not None:
                 remote = make_remote(device)
             built = await device.run(lambda: _build(context, device, task, fabric, remote))
+            await require_same_training(context, "task", built.facts)
             if built.source.stream and context.topology.elastic:
                 await context.membership.need_all(
                     f"{built.source.name} is a stream, and no other worker can take over a part of it"
@@ -432,6 +437,9 @@ def _build(
             optimizer, schedule = build_optimizer(task, model, topology)
         check_lookups(model, topology)
         seed_everything(job.seed, role.index)
+    evaluated = task.evaluating()
+    samples = {"training data": _number(source), **({} if evaluated is None else {"evaluation data": _number(evaluated)})}
+    facts = facts_of_training(None if fabric is not None else model, optimizer, task.loss, samples)
     how = ReplicaSettings(
         bucket_bytes=compute.bucket_bytes,
         clip_norm=topology.optimizer.clip_norm,
@@ -454,4 +462,8 @@ def _build(
     if remote is not None:
         replica.also_abort(remote.abort)
     context.recorder.event("built", seconds=device.clock() - started)
-    return _Built(task, replica, schedule, source, partition, fabric, ordinary)
+    return _Built(task, replica, schedule, source, partition, fabric, ordinary, facts)
+
+
+def _number(source: Source) -> int | None:
+    return None if source.stream else len(source.dataset)

@@ -124,16 +124,16 @@ def require_mean_of_model(loss: Callable[[Any, Any], Any], batch: Batch, model: 
     stay as they are. Does nothing if the batch cannot be divided, or if the model cannot compute a half of it."""
     half, modes = batch.samples // 2, [(module, module.training) for module in model.modules()]
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    measure = _apart(loss)
 
-    def of(part: Batch) -> float:
+    def of(part: Batch, measure: Callable[[Any, Any], Any]) -> float:
         return float(measure(part.output(model), part.target))
 
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=_cuda(model)):
-            first, second = of(batch.part(slice(0, half))), of(batch.part(slice(half, batch.samples)))
-            found = _Halves(batch.samples, half, of(batch), first, second, of(batch))
+            first, second = (of(batch.part(which), _apart(loss)) for which in (slice(0, half), slice(half, batch.samples)))
+            copied = _apart(loss)
+            found = _Halves(batch.samples, half, of(batch, copied), first, second, of(batch, copied))
     except Exception:  # noqa: BLE001 - it has computed the whole batch, and that is all that is asked of it
         return
     finally:
@@ -198,7 +198,9 @@ def tried_on_halves(measure: Callable[[Any, Any], Any], output: Any, target: Any
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
             try:
                 copied, converted = _apart(measure), (convert(output), convert(target))
-                found = [copied(*(rows(each, part, samples) for each in converted)) for part in parts]
+                # What counts its calls is in the same state for each, and in another one for the last.
+                copies = (_apart(measure), _apart(measure), copied, copied)
+                found = [each(*(rows(one, part, samples) for one in converted)) for each, part in zip(copies, parts, strict=True)]
                 first, second, whole, again = map(float, found)
             except Exception:  # noqa: BLE001 - a whole batch has given a value, and that is all that is asked of it
                 return None

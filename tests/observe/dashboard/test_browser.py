@@ -158,6 +158,7 @@ def test_a_search_as_it_goes(browser: Browser, address: str, tmp_path: Path) -> 
         ["", "grid", "why grid"],
         ["1", "race", "2", "0.6", "0.1", "11", "3.0 s", "2 to 1.5", "it may be better"],
     ]
+    assert not browser.value("return document.getElementById('loss').checkVisibility()"), "nothing trains that could be seen"
     assert not browser.console()
 
 

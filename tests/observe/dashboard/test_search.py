@@ -108,3 +108,4 @@ def test_a_terminal_shows_the_newest_trials(tmp_path: Path) -> None:
     assert "search: 1 trial, now trial 2 (race): 2 groups, momentum 0.6, learning rate 0.1, 12 updates" in text
     assert "  trial 1 (race): 2 groups, momentum 0.6, learning rate 0.1: loss 2 to 1.5 in 11 updates, 3.0 s" in text
     assert "  grid: why grid" in text
+    assert "samples/s" not in text, "nothing trains that could be seen"

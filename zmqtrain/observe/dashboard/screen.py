@@ -60,8 +60,9 @@ def _head(state: Json, *, plain: bool) -> Iterator[RenderableType]:
     status = str(state["status"].get("status"))
     running = status == "running"
     yield _line(str(state["name"]), style="bold").append(f"  {status}", style=_COLOURS.get(status, "")).append(f"  {_about(state)}")
-    yield progress_line({**state, "left_s": state["left_s"] if running else None})
-    yield _line("  ".join(figures(state)))
+    if state["workers"] or not state["search"]:  # a search has none while its trials are simulated, and between two of them
+        yield progress_line({**state, "left_s": state["left_s"] if running else None})
+        yield _line("  ".join(figures(state)))
     if not plain and len(state["loss"]["value"]) > 1:
         yield _line("loss  ").append(_curve(state["loss"]["value"]), style="cyan")
     for text in _search(state):

@@ -250,6 +250,7 @@ const andMore = (more, columns) => {
 };
 
 function search(state) {
+  document.body.classList.toggle("only-search", Boolean(state.search && !state.workers.length)); // simulated, or between two trials
   $("search-card").hidden = !state.search;
   if (!state.search) return;
   const { trials, now, rows } = state.search;
