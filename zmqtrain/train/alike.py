@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def files() -> Facts:
 def _own_files() -> Iterator[tuple[str, Path]]:
     ours, base = Path(zmqtrain.__file__).parent, Path(sys.base_prefix)
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # some load much if they are asked
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
         path = Path(os.path.abspath(file))

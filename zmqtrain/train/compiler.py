@@ -12,6 +12,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,8 @@ class _StandIn(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(_NAME)
+        spec = find_spec(_NAME)
+        self.__file__ = None if spec is None else spec.origin  # `inspect` asks all modules for theirs
         self._importing = threading.RLock()
         self._marked: list[Callable[..., Any]] = []
         self._waiting: list[Callable[[], None]] = []
