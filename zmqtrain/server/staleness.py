@@ -11,7 +11,8 @@ bound n    when it arrives                               once every group has pu
 A machine represents whatever is pushed together: a piece, or with snapshots a whole step of a group.
 
 Groups may `leave`: they train no more, or are lost. Others may `enter` at a step that everybody knows. A group that is done for now
-may `rest`: the others do not wait for it, until it pushes again or has to enter at a later step.
+may `rest`: the others do not wait for it, until it pushes again or has to enter at a later step. If the members had changed just
+before it said so, it may leave out the steps up to that change.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class UnknownGroupError(ProtocolError):
 class StalenessMachine:
     """Tracks how many steps each group has pushed. ``first_step``: the step of the first push (not 0 after a resume)."""
 
-    __slots__ = ("_begun", "_clock", "_coming", "_entering", "_policy", "_resting", "_waiting")
+    __slots__ = ("_begun", "_clock", "_coming", "_entering", "_policy", "_resting", "_since", "_waiting")
 
     def __init__(self, policy: Policy, groups: Collection[int], first_step: int = 0) -> None:
         self._policy = policy
@@ -85,6 +86,7 @@ class StalenessMachine:
         self._resting: set[int] = set()
         self._begun: dict[int, int] = {}  # a group that was to enter while it rested -> the step before, which it may have begun
         self._entering: set[int] = set()  # of those that wait: they have not pushed yet
+        self._since = -1  # the step at which groups entered last
         self._coming: dict[int, int] = {}  # sync: groups that enter when all others have done the steps before this one
 
     @property
@@ -117,6 +119,7 @@ class StalenessMachine:
             "begun": [[group, step] for group, step in self._begun.items()],
             "entering": sorted(self._entering),
             "coming": [[group, step] for group, step in self._coming.items()],
+            "since": self._since,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -125,6 +128,7 @@ class StalenessMachine:
         self._waiting = list(state["waiting"])
         self._resting, self._entering = set(state["resting"]), set(state["entering"])
         self._coming, self._begun = dict(state["coming"]), dict(state["begun"])
+        self._since = state["since"]
 
     def expected(self, group: int) -> int:
         """The next step that the group has to push. Raises `UnknownGroupError`."""
@@ -144,7 +148,7 @@ class StalenessMachine:
     def check(self, group: int, step: int) -> None:
         """Raise the errors that `pushed` would raise, and change nothing."""
         expected = self.expected(group)
-        if step == self._begun.get(group):
+        if step == self._begun.get(group) or (group in self._resting and expected < step <= self._since):
             return
         if step < expected:
             raise DuplicatePushError(f"group {group} has already pushed step {step}; its next step is {expected}")
@@ -166,6 +170,7 @@ class StalenessMachine:
         """The group takes part from ``step`` on, which it must push next. No other group has pushed it yet, if all wait for each
         other. A group that already takes part stays as it is, but must not rest any more: its next step is this one, or first
         the one that it has begun meanwhile."""
+        self._since = step
         if group in self._clock:
             if group in self._resting:
                 self._resting.discard(group)

@@ -125,6 +125,7 @@ class Auditor:
             self._gone.add((peer, int(cast(int, values["group"]))))
             if what == "rests":
                 self._resting.add((peer, int(cast(int, values["group"]))))
+                self._entered[peer, int(cast(int, values["group"]))] = int(cast(int, values["since"]))
         elif what == "entered":
             self._hear_entered(peer, int(cast(int, values["group"])), int(cast(int, values["step"])))
         elif what == "values":
@@ -177,7 +178,8 @@ class Auditor:
             if key in self._applied:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} twice")
             self._applied.add(key)
-            if step == self._entered.get((server, group)):
+            entered = self._entered.get((server, group), -1)
+            if step == entered or ((server, group) in self._resting and counts[group] < step < entered):
                 counts[group] = step
             if step != counts[group]:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} after only {counts[group]} of its steps")
@@ -276,6 +278,9 @@ class Auditor:
         until = job.steps if self.stopped_at is None else self.stopped_at
         if until is not None:
             stayed = {worker.peer for worker in self._placement.workers if worker.peer not in self._lost}
+            if self._slots is not None:  # a team that has lost one gives up its step, and begins again where all know
+                hit = {self._placement.role(peer).group for peer in self._lost if peer.startswith("worker/")}
+                stayed = {peer for peer in stayed if self._placement.role(peer).group not in hit}
             missing = (until - self._first) * len(stayed)
             missing -= sum(peer in stayed and step < until for peer, step in self._steps)
             if missing:

@@ -120,15 +120,19 @@ class TrainLoop:
         """Train all steps that there are now. ``first``: this worker's first step in the run."""
         work, job, stop_point, members = self.work, self._job, self._part.stop_point, self._members
         while True:
+            passes = False
             if members.slots is not None:
-                await members.settled()
-                if members.slot(self.step) is None:  # it may have a part in the steps after a change
-                    self.step = max(self.step, members.slots.eras[-1].since)
+                await self._leave_out()
+                since = members.slots.eras[-1].since
+                # It may have a part in later steps, because of a change.
+                while not members.teams and members.slot(self.step) is None and self.step < since:
+                    self.step += 1
+                passes = members.slot(self.step) is None and self.step < since
             steps = self._steps()
             if steps is not None and self.step >= steps:
                 return Outcome.DONE
-            ended = not await work.more(self.step)
-            if ended and members.slots is not None:
+            ended = not passes and not await work.more(self.step)
+            if ended and members.slots is not None and members.slots.total is None:
                 members.slots.steps = self.step  # the length of a stream is known only now
             if ended and await stop_point.end():
                 return Outcome.DONE
@@ -143,11 +147,15 @@ class TrainLoop:
             # Not at the end of the previous step: if training stops or ends there, that step's checkpoint is written elsewhere.
             if self.step > first and work.keeps and (here is Here.KEEP or self._is_due(self.step)):
                 await self._keep(self.step)
-            if members.slots is not None and not await members.begin(self.step, self._due):
+            if passes:  # its team begins later
+                self.step += 1
+                work.after_step()
+            elif members.slots is not None and not await members.begin(self.step, self._due):
                 continue
-            work.callbacks.view(self.step, self._members.at(self.step))
-            if not await self._train_step(last=self.step + 1 == steps):
-                return Outcome.ABANDONED
+            else:
+                work.callbacks.view(self.step, self._members.at(self.step))
+                if not await self._train_step(last=self.step + 1 == steps):
+                    return Outcome.ABANDONED
             await work.call_back()
             done = self.step
             if job.eval_every and done % job.eval_every == 0 and done != self._steps():
@@ -155,6 +163,19 @@ class TrainLoop:
                 await work.call_back()
                 if reached:
                     return Outcome.REACHED
+
+    async def _leave_out(self) -> None:
+        """If there is nothing for this worker before a change of the members: let nobody wait for it until then."""
+        members, told = self._members, None
+        await members.settled()
+        assert members.slots is not None
+        while (era := members.slots.eras[-1]) is not told and self.step < era.since and members.takes_turns(self.step):
+            if members.slot(self.step) is not None:
+                return
+            told = era
+            await self.exchange.settle()
+            await self.exchange.leave()
+            await members.settled()
 
     def _more(self) -> bool:
         """Whether a change of the members has left this worker something to train."""
@@ -215,7 +236,8 @@ class TrainLoop:
 
     async def _have_servers_keep(self, step: int, *, save: bool, last: bool, in_turn: bool = True) -> None:
         """One worker asks the servers to keep their state."""
-        if self._part.leads(step) and self._context.role.position == 0 and self.work.keeps:
+        first = self._part.own.rank == 0
+        if self._part.leads(step) and first and self.work.keeps:
             if save:
                 await self.exchange.keep(step, last=last, in_turn=in_turn)
             await self.work.keep_merged(step, save=save)
@@ -302,7 +324,8 @@ class TrainLoop:
         if members.division is not None:
             self._samples += members.division.size(step)
         else:
-            self._samples += len(members.at(step)) // self._context.placement.group_size * self._job_batch
+            groups = len(members.teams) or len(members.at(step)) // self._context.placement.group_size
+            self._samples += groups * self._job_batch
         lr = self.work.lr
         self.work.after_step()
         if self._rebalance is not None:
