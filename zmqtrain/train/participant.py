@@ -58,8 +58,8 @@ class Participant:
 
     @property
     def own(self) -> Group:
-        """Those who do together what one group does for all: this worker's compute group, or this worker alone if others of its group
-        may be lost meanwhile. Call it after `start`."""
+        """Those who do together what one group does for all: this worker's compute group, or this worker alone if others of its
+        group may be lost meanwhile. Call it after `start`."""
         return self._alone if self.members.teams else self._group
 
     async def start(self, *, restored: int | None = None) -> int:
