@@ -16,7 +16,7 @@ FROM python:${PYTHON}-slim AS wheel
 ARG PIP_INDEX_URL
 ARG PIP_ROOT_USER_ACTION=ignore
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY zmqtrain zmqtrain
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 

@@ -26,18 +26,31 @@ def bench(
         str | None, typer.Option(help="host: a Python that has mpi4py, to measure mpirun's all-reduce in the same run.")
     ] = None,
     mpi_script: Annotated[str | None, typer.Option(help="host: the script that times it.")] = None,
+    torchft_python: Annotated[
+        str | None, typer.Option(help="failures: a Python that has torchft, to measure it in the same run.")
+    ] = None,
     parts: Annotated[
         list[str] | None,
         typer.Option(
             "--part",
             help="cluster: launch, links, ddp or accuracy alone. efficiency: figure, uneven, lenet, lenet-merged, cifarnet or "
-            "cifarnet-merged. merged: emulated, simulated, staleness or pipelining. soak: an exchange. May be repeated.",
+            "cifarnet-merged. merged: emulated, simulated, staleness or pipelining. soak: an exchange. quality: a problem and a "
+            "network. May be repeated.",
         ),
     ] = None,
     workers: Annotated[
         list[int] | None, typer.Option(help="efficiency: predict and measure with 2, 4 or 8 workers alone. May be repeated.")
     ] = None,
-    data: Annotated[str | None, typer.Option(help="cluster: where MNIST is, for accuracy. Also ZMQTRAIN_DATA.")] = None,
+    peers_python: Annotated[
+        str | None, typer.Option(help="quality: a Python that has torchft, hivemind and what zmqtrain needs, to run them, too.")
+    ] = None,
+    systems: Annotated[
+        list[str] | None, typer.Option("--system", help="quality: some systems alone, beside DDP. May be repeated.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="cluster: where MNIST is, for accuracy. quality: CIFAR-10 and Shakespeare. Also ZMQTRAIN_DATA."),
+    ] = None,
     minutes: Annotated[float | None, typer.Option(help="soak: how long all its runs train together; 30.")] = None,
     every: Annotated[float | None, typer.Option(help="soak: seconds between two faults; 10.")] = None,
 ) -> None:
@@ -50,6 +63,9 @@ def bench(
         mxnet_script=mxnet_script,
         mpi_python=mpi_python,
         mpi_script=mpi_script,
+        torchft_python=torchft_python,
+        peers_python=peers_python,
+        systems=systems or (),
         parts=parts or (),
         workers=workers or (),
         data=data,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from urllib.request import Request, urlopen
 import psutil
 
 from benchmarks.case import Case, case_of
+from tests.browser import Browser
 from zmqtrain.errors import ZmqTrainError
 
 WORKERS, GROUP_SIZE, HOST_SIZE = 1000, 8, 8
@@ -104,7 +104,7 @@ def _many_workers(folder: Path, workers: int, seconds: float) -> Iterator[Case]:
         if None in browser:
             stack.enter_context(_streaming(url, "many-001"))
         else:
-            driver = stack.enter_context(_Browser.opened(str(browser[0]), str(browser[1])))
+            driver = stack.enter_context(Browser.opened(str(browser[0]), str(browser[1])))
             driver.show(_EMPTY)
             time.sleep(SETTLE_S)
             own_rate, own_longest_ms, own_late = driver.asked(_FRAMES, seconds)
@@ -278,51 +278,3 @@ def _streaming(url: str, run: str) -> Iterator[None]:
     finally:
         stop.set()
         reader.join()
-
-
-class _Browser:
-    """A headless Chromium, by the WebDriver protocol."""
-
-    def __init__(self, address: str, chromium: str) -> None:
-        self._address = address
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,900"]
-        wanted = {
-            "browserName": "chrome",
-            "goog:chromeOptions": {"binary": chromium, "args": options},
-            "timeouts": {"script": 120000},
-        }
-        made = self._request("POST", "", {"capabilities": {"alwaysMatch": wanted}})
-        self._address = f"{address}/{made['sessionId']}"
-
-    @classmethod
-    @contextmanager
-    def opened(cls, chromium: str, chromedriver: str) -> Iterator[_Browser]:
-        """A browser, until the end of the block."""
-        with socket.create_server(("127.0.0.1", 0)) as free:  # with --port=0 it may choose one that it cannot have
-            port = free.getsockname()[1]
-        with subprocess.Popen([chromedriver, f"--port={port}"], stdout=subprocess.PIPE, text=True) as driver:
-            assert driver.stdout is not None
-            try:
-                if not any("started successfully" in line for line in driver.stdout):
-                    raise ZmqTrainError("chromedriver has not started")
-                browser = cls(f"http://127.0.0.1:{port}/session", chromium)
-                try:
-                    yield browser
-                finally:
-                    browser._request("DELETE", "")
-            finally:
-                driver.terminate()
-
-    def show(self, url: str) -> None:
-        """Open an address."""
-        self._request("POST", "/url", {"url": url})
-
-    def asked(self, script: str, *arguments: Any) -> Any:
-        """What a script passes to its last argument."""
-        return self._request("POST", "/execute/async", {"script": script, "args": list(arguments)})
-
-    def _request(self, method: str, path: str, value: dict[str, Any] | None = None) -> Any:
-        data = None if value is None else json.dumps(value).encode()
-        request = Request(self._address + path, data=data, method=method, headers={"content-type": "application/json"})
-        with urlopen(request, timeout=_PATIENCE_S) as answer:
-            return json.load(answer)["value"]

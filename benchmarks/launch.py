@@ -19,10 +19,14 @@ from zmqtrain.processors import processors
 ROLES = 32
 #: What 32 processes that each import torch themselves take is the peer; one is measured, since they share the processors.
 _IMPORT = "import time; start = time.perf_counter(); import torch; print(time.perf_counter() - start)"
+#: The roles stay until their memory was looked at.
 _SCRIPT = """
-import zmqtrain
+import pathlib, time, zmqtrain
 with zmqtrain.session() as session:
     session.barrier()
+    pathlib.Path(f"up-{session.rank}").touch()
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)
 """
 
 
@@ -49,7 +53,10 @@ def _launch(roles: int) -> tuple[float, int]:
             for line in process.stdout:
                 if json.loads(line)["kind"] == "running":
                     joined = time.perf_counter() - start
+                    while len(list(path.glob("up-*"))) < roles and process.poll() is None:
+                        time.sleep(0.05)
                     memory = _memory(process.pid)
+                    (path / "go").touch()
             assert process.stderr is not None
             errors = process.stderr.read()
         if process.returncode != 0 or joined is None:

@@ -16,10 +16,10 @@ from zmqtrain.errors import UsageError
 NAMES = (
     "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster",
     "efficiency", "loader", "study", "planner", "predicted", "divided", "memory", "backend", "dashboard", "mutations", "replicas",
-    "coordinator", "soak",
+    "coordinator", "soak", "failures", "quality",
 )  # fmt: skip
 #: Those of which parts may be run alone.
-DIVIDED = ("cluster", "efficiency", "merged", "soak")
+DIVIDED = ("cluster", "efficiency", "merged", "soak", "quality")
 
 
 def run_bench(
@@ -31,6 +31,9 @@ def run_bench(
     mxnet_script: str | None = None,
     mpi_python: str | None = None,
     mpi_script: str | None = None,
+    torchft_python: str | None = None,
+    peers_python: str | None = None,
+    systems: Sequence[str] = (),
     parts: Sequence[str] = (),
     workers: Sequence[int] = (),
     data: str | None = None,
@@ -39,21 +42,23 @@ def run_bench(
 ) -> int:
     """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name.
 
-    ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``workers``: for
-    ``efficiency``, with so many; ``data``: for ``cluster``, where MNIST is; ``minutes`` and ``every``: for ``soak``, how long it
-    takes, and the seconds between two faults."""
+    ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``systems``: some of
+    ``quality``'s; ``workers``: for ``efficiency``, with so many; ``data``: for ``cluster`` and ``quality``, where the data is;
+    ``minutes`` and ``every``: for ``soak``, how long it takes, and the seconds between two faults."""
     if encrypted and name != "net":
         raise UsageError(f"benchmark {name} has no --encrypted: net has")
     if parts and name not in DIVIDED:
         raise UsageError(f"benchmark {name} has no --part: {', '.join(DIVIDED)} have")
     if (minutes or every) and name != "soak":
         raise UsageError(f"benchmark {name} has no --minutes and no --every: soak has")
+    if systems and name != "quality":
+        raise UsageError(f"benchmark {name} has no --system: quality has")
     if workers and name != "efficiency":
         raise UsageError(f"benchmark {name} has no --workers: efficiency has")
     cases = (
-        _in_parts(name, parts, workers, data, minutes, every)
+        _in_parts(name, parts, workers, data or os.environ.get("ZMQTRAIN_DATA"), minutes, every, (peers_python, systems))
         if name in DIVIDED
-        else _cases(name, encrypted, (mxnet_python, mxnet_script), (mpi_python, mpi_script))
+        else _cases(name, encrypted, (mxnet_python, mxnet_script), (mpi_python, mpi_script), torchft_python)
     )
     if json_lines:
         for case in cases:
@@ -79,7 +84,13 @@ def run_bench(
 
 
 def _in_parts(
-    name: str, parts: Sequence[str], workers: Sequence[int], data: str | None, minutes: float | None, every: float | None
+    name: str,
+    parts: Sequence[str],
+    workers: Sequence[int],
+    data: str | None,
+    minutes: float | None,
+    every: float | None,
+    peers: tuple[str | None, Sequence[str]],
 ) -> Iterator[Mapping[str, Any]]:
     """Of those that have parts: these, or all."""
     if name == "soak":
@@ -89,7 +100,11 @@ def _in_parts(
     if name == "cluster":
         from benchmarks import cluster
 
-        return cluster.bench_cluster(parts or cluster.PARTS, data=data or os.environ.get("ZMQTRAIN_DATA"))
+        return cluster.bench_cluster(parts or cluster.PARTS, data=data)
+    if name == "quality":
+        from benchmarks import quality
+
+        return quality.bench_quality(parts, data=data, peers_python=peers[0], systems=peers[1])
     if name == "merged":
         from benchmarks import merged
 
@@ -103,7 +118,7 @@ def _in_parts(
 _Peer: TypeAlias = tuple[str | None, str | None]
 
 
-def _cases(name: str, encrypted: bool, mxnet: _Peer, mpi: _Peer) -> Iterator[Mapping[str, Any]]:
+def _cases(name: str, encrypted: bool, mxnet: _Peer, mpi: _Peer, torchft: str | None) -> Iterator[Mapping[str, Any]]:
     """Of one without parts: ``bench_NAME`` of the module with the benchmark's name."""
     if name not in NAMES:
         raise UsageError(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
@@ -114,6 +129,7 @@ def _cases(name: str, encrypted: bool, mxnet: _Peer, mpi: _Peer) -> Iterator[Map
     peers = {
         "server": {"mxnet_python": mxnet[0], "mxnet_script": mxnet[1]},
         "host": {"mpi_python": mpi[0], "mpi_script": mpi[1]},
+        "failures": {"torchft_python": torchft},
     }
     return iter(getattr(import_module(f"benchmarks.{name}"), f"bench_{name}")(**peers.get(name, {})))
 

@@ -4,7 +4,12 @@ cut every few seconds.
 Each exchange that goes on without lost processes trains for its share of the time, with a fault every ``every`` seconds: a worker
 (or a model server that is kept twice) is killed, stopped for a moment, or a host's cable is pulled for a moment. What was killed is
 started again. A run passes if it ends well, its account says that no sample counted twice (and, with servers,
-that none was lost), and nothing is left behind: no process, no network namespace, no folder. The growth of memory is shown.
+that none was lost), nothing is left behind (no process, no network namespace, no folder), and no process holds more and more.
+
+One worker and one server, drawn by lot, are never killed, so that some processes live through all losses. They, the launcher and
+the agents are judged once they have warmed up. What counts is the memory in use that no file backs. It does not grow when a role
+writes for the first time to a page that it shares with the process that it was forked from, and gets a copy. Roles go on doing that
+for many minutes: what tools call unique memory (USS) grows by a hundred MB an hour while nothing is allocated.
 """
 
 from __future__ import annotations
@@ -19,15 +24,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 
 from benchmarks.case import Case, case_of
+from benchmarks.roles import roles_of
 from zmqtrain.errors import UsageError, ZmqTrainError
 
 #: Exchanges, with their part of the topology file. Only servers that are kept twice may be killed.
@@ -37,6 +43,7 @@ SHAPES: dict[str, str] = {
     "servers-async": 'kind = "model_server"\nstaleness = "async"\nshards = 3',
     "replicas-sync": 'kind = "model_server"\nstaleness = "sync"\nshards = 3\nreplicas = 1',
     "replicas-bounded": 'kind = "model_server"\nstaleness = { bound = 2 }\nshards = 3\nreplicas = 1',
+    "replicas-async": 'kind = "model_server"\nstaleness = "async"\nshards = 3\nreplicas = 1',
     "gossip": 'kind = "gossip"',
     "averaging": 'kind = "averaging"\nevery = 8',
 }
@@ -53,8 +60,10 @@ STEP_S, PLANNED_S = 0.04, 0.06
 PAUSE_S = 3.0
 #: A run may take so many times what was planned, and a minute.
 PATIENCE = 6.0
-#: A process must be seen for as long as this before its memory is judged.
-WATCHED_S = 60.0
+#: What a process holds counts from this time of its life on, and is judged if it was watched for so long after that.
+WARM_UP_S, WATCHED_S = 300.0, 120.0
+#: A process that has warmed up may not gain more MB than this, at more than so many MB an hour, nor so many open files or threads.
+MOST_GAINED_MB, MOST_MB_AN_HOUR, MOST_MORE = 8.0, 30.0, 16
 #: A variable of all processes of a run.
 _MARK = "ZMQTRAIN_SOAK"
 
@@ -110,23 +119,55 @@ class SoakError(ZmqTrainError):
     """A run did not survive, or has left something behind."""
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a process holds at a moment."""
+
+    at: float
+    """In seconds."""
+    nbytes: int
+    """Anonymous and shared memory that is in use; copies of its parent's pages are none."""
+    files: int
+    threads: int
+
+
 @dataclass(slots=True)
 class Watch:
-    """What was seen of a process: its memory, by the time."""
+    """What was seen of a process."""
 
     name: str
-    memory: list[tuple[float, int]] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+
+    def warm(self) -> list[Held]:
+        """What was seen after its warm-up; nothing, if that was too short to judge."""
+        warm = [each for each in self.held if each.at >= self.held[0].at + WARM_UP_S]
+        return warm if warm and warm[-1].at - warm[0].at >= WATCHED_S else []
+
+    def gained_mb(self) -> tuple[float, float] | None:
+        """How much memory it has gained since its warm-up, and in how many hours: the means of the first and the last third of what
+        was seen then. ``None``: it was seen too shortly."""
+        warm = self.warm()
+        if not warm:
+            return None
+        third = max(1, len(warm) // 3)
+        first, last = warm[:third], warm[-third:]
+        hours = (statistics.fmean(each.at for each in last) - statistics.fmean(each.at for each in first)) / 3600
+        return (statistics.fmean(each.nbytes for each in last) - statistics.fmean(each.nbytes for each in first)) / 1e6, hours
 
     def growth(self) -> float | None:
-        """MB an hour between the first and the last third of what was seen after a quarter of it; ``None``: seen too shortly."""
-        if not self.memory or self.memory[-1][0] - self.memory[0][0] < WATCHED_S:
+        """MB an hour since its warm-up; ``None``: it was seen too shortly."""
+        gained = self.gained_mb()
+        return None if gained is None else gained[0] / gained[1]
+
+    def more(self) -> int | None:
+        """How many more open files, or threads, it has at the end than it ever had in the first third after its warm-up."""
+        warm = self.warm()
+        if not warm:
             return None
-        settled = self.memory[len(self.memory) // 4 :]
-        third = max(1, len(settled) // 3)
-        first, last = settled[:third], settled[-third:]
-        seconds = statistics.fmean(at for at, _ in last) - statistics.fmean(at for at, _ in first)
-        bytes_more = statistics.fmean(size for _, size in last) - statistics.fmean(size for _, size in first)
-        return bytes_more / 1e6 * 3600 / seconds if seconds else None
+        first = warm[: max(1, len(warm) // 3)]
+        files = min(each.files for each in warm[-5:]) - max(each.files for each in first)
+        threads = min(each.threads for each in warm[-5:]) - max(each.threads for each in first)
+        return max(files, threads)
 
 
 def bench_soak(*, minutes: float = MINUTES, every: float = EVERY_S, parts: Sequence[str] = (), seed: int = 1) -> Iterator[Case]:
@@ -173,14 +214,18 @@ def _soak(name: str, seconds: float, every: float, chance: random.Random) -> Ite
             raise SoakError(f"{name}: left behind: {left}")
         summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
     judge(name, summary, said)
+    judge_held(name, watches)
     for kind in sorted(faults):
         yield case_of("soak", f"{name}, {kind}", faults[kind], "times")
     yield case_of("soak", f"{name}, trained", took, "s", digits=1)
     yield case_of("soak", f"{name}, a step", 1e3 * float(summary["step_s"]["median"]), "ms", digits=1)
-    grown = [(growth, watch.name) for watch in watches if (growth := watch.growth()) is not None]
+    grown = [(growth, watch) for watch in watches if (growth := watch.growth()) is not None]
     if grown:
-        growth, who = max(grown)
-        yield case_of("soak", f"{name}, memory of {who}, which grew most", growth, "MB an hour", digits=1)
+        growth, watch = max(grown, key=lambda each: each[0])
+        yield case_of("soak", f"{name}, memory of {watch.name}, which grew most once warm", growth, "MB an hour", digits=1)
+        yield case_of("soak", f"{name}, processes watched once warm", len(grown), "processes")
+        more = max(more for each in watches if (more := each.more()) is not None)
+        yield case_of("soak", f"{name}, open files or threads more than once warm", more, "at most")
 
 
 def judge(name: str, summary: dict[str, Any], said: str) -> None:
@@ -194,6 +239,16 @@ def judge(name: str, summary: dict[str, Any], said: str) -> None:
         raise SoakError(f"{name}: the account is {account}")
 
 
+def judge_held(name: str, watches: Sequence[Watch]) -> None:
+    """Raise `SoakError` if a process holds more and more."""
+    for watch in watches:
+        gained, more = watch.gained_mb(), watch.more()
+        if gained is not None and gained[0] > MOST_GAINED_MB and gained[0] / gained[1] > MOST_MB_AN_HOUR:
+            raise SoakError(f"{name}: {watch.name} has gained {gained[0]:.1f} MB in {60 * gained[1]:.0f} min since it was warm")
+        if more is not None and more > MOST_MORE:
+            raise SoakError(f"{name}: {watch.name} has {more} more open files or threads than when it was warm")
+
+
 # Faults
 
 
@@ -203,52 +258,62 @@ def _disturb(
     """A fault every few seconds, once all have joined, until the run ends. Returns how many of each, and the processes."""
     faults: dict[str, int] = {}
     watches: dict[int, Watch] = {}
+    spared = {f"worker/{chance.randrange(GROUPS)}", f"server/{chance.randrange(HOSTS)}"}
     due = time.monotonic() + every
     while process.poll() is None:
         now = time.monotonic()
         if now > deadline:
             raise SoakError(f"{name}: it has not ended after {faults}")
-        roles = _roles(process.pid)
-        for role, each in sorted(roles.items()):
-            with suppress(psutil.Error):
-                watch = watches.setdefault(each.pid, Watch(role))
-                watch.memory.append((now, each.memory_full_info().uss))
+        roles = roles_of(process.pid)
+        for who, each in sorted({**_leaders(process.pid), **roles}.items()):
+            with suppress(psutil.Error, OSError):
+                watches.setdefault(each.pid, Watch(who)).held.append(_held(each, now))
         if now >= due and len([role for role in roles if role.startswith("worker/")]) == GROUPS:
             due = now + every
             kind = chance.choice(list(FAULTS))
-            if (kind != "server killed" or name.startswith("replicas")) and FAULTS[kind](process.pid, roles, chance):
+            if (kind != "server killed" or name.startswith("replicas")) and FAULTS[kind](process.pid, roles, spared, chance):
                 faults[kind] = faults.get(kind, 0) + 1
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
     return faults, list(watches.values())
 
 
-def _roles(launcher: int) -> dict[str, psutil.Process]:
-    """The processes of the run's roles, by name: they have written it over their command line."""
+def _leaders(launcher: int) -> dict[str, psutil.Process]:
+    """The launcher and its agents, by name."""
     found: dict[str, psutil.Process] = {}
     with suppress(psutil.Error):
-        for child in psutil.Process(launcher).children(recursive=True):
+        found["the launcher"] = psutil.Process(launcher)
+        for child in found["the launcher"].children():
             with suppress(psutil.Error):
-                match = re.fullmatch(r"zmqtrain ((worker|server)/\d+)\s*", " ".join(child.cmdline()))
-                if match is not None:
+                if (match := re.fullmatch(r"zmqtrain (agent/\S+)\s*", " ".join(child.cmdline()))) is not None:
                     found[match[1]] = child
     return found
 
 
-def _kill(kind: str) -> Callable[[int, dict[str, psutil.Process], random.Random], bool]:
-    def kill(_launcher: int, roles: dict[str, psutil.Process], chance: random.Random) -> bool:
+def _held(process: psutil.Process, now: float) -> Held:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+    kib = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap"))
+    return Held(now, 1024 * kib, process.num_fds(), int(status["Threads"]))
+
+
+#: Gets the launcher's number, the roles, the names of those that are never killed, and the choice. Returns whether there was one.
+Disturb: TypeAlias = Callable[[int, dict[str, psutil.Process], Collection[str], random.Random], bool]
+
+
+def _kill(kind: str) -> Disturb:
+    def kill(_launcher: int, roles: dict[str, psutil.Process], spared: Collection[str], chance: random.Random) -> bool:
         names = sorted(role for role in roles if role.startswith(kind))
         # Of two servers that are lost at once nothing may be left of a shard.
-        if not names or (kind == "server" and len(names) < HOSTS):
+        if not {*names} - {*spared} or (kind == "server" and len(names) < HOSTS):
             return False
         with suppress(psutil.Error):
-            roles[chance.choice(names)].send_signal(signal.SIGKILL)
+            roles[chance.choice([each for each in names if each not in spared])].send_signal(signal.SIGKILL)
         return True
 
     return kill
 
 
-def _stop(_launcher: int, roles: dict[str, psutil.Process], chance: random.Random) -> bool:
+def _stop(_launcher: int, roles: dict[str, psutil.Process], _spared: Collection[str], chance: random.Random) -> bool:
     if not roles:
         return False
     role = roles[chance.choice(sorted(roles))]
@@ -259,7 +324,7 @@ def _stop(_launcher: int, roles: dict[str, psutil.Process], chance: random.Rando
     return True
 
 
-def _cut(launcher: int, _roles: dict[str, psutil.Process], chance: random.Random) -> bool:
+def _cut(launcher: int, _roles: dict[str, psutil.Process], _spared: Collection[str], chance: random.Random) -> bool:
     """Pull the cable of a host between it and the bridge."""
     bridge, cable = f"zt{launcher}-net", f"c{chance.randrange(HOSTS) + 1}"
     down = subprocess.run(["ip", "-n", bridge, "link", "set", cable, "down"], stderr=subprocess.DEVNULL, check=False)
@@ -270,7 +335,7 @@ def _cut(launcher: int, _roles: dict[str, psutil.Process], chance: random.Random
     return True
 
 
-FAULTS: dict[str, Callable[[int, dict[str, psutil.Process], random.Random], bool]] = {
+FAULTS: dict[str, Disturb] = {
     "worker killed": _kill("worker"),
     "server killed": _kill("server"),
     "process stopped for a moment": _stop,

@@ -69,7 +69,7 @@ and skip others: new ones come with new features.
 
 METRICS_HEAD = """\
 A script's `session.report("KIND", ...)` records kinds of its own; a search ([tuning](../tuning.md)) records each of its decisions,
-with the reason.
+with the reason, each `trial begins`, and each `trial` with its outcome.
 
 ## Metrics: `summary.json`
 

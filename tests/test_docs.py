@@ -6,6 +6,7 @@ import importlib
 import re
 import runpy
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,24 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(goal), f"{page.name} links to {target}#{anchor}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_that_a_page_names_are_there(page: Path) -> None:
+    files = [
+        str(file.relative_to(ROOT))
+        for folder in ("zmqtrain", "docs", "tests", "benchmarks")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for name in set(re.findall(r"`([a-z_\w]+(?:/\w+)*/\w+\.py)`", text)):
+        assert any(f"/{file}".endswith(f"/{name}") for file in files) or (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_the_layers_are_those_of_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = " > ".join(layer.replace(" | ", ", ") for layer in contracts[0]["layers"])
+    assert layers in " ".join((DOCS / "architecture.md").read_text().replace("`", "").split())
+
+
 def test_the_image_that_kubernetes_runs_is_the_dockerfiles() -> None:
     name = re.search(r"docker build -t (\S+) \.", (ROOT / "Dockerfile").read_text())
     assert name is not None
@@ -110,11 +129,38 @@ def test_the_images_build_finds_what_it_copies_and_starts_the_agent() -> None:
     assert set(sources) == sent
     assert all((ROOT / source).exists() for source in sources)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {project["readme"], "pyproject.toml", "LICENSE"} <= sent, "what the wheel is built from"
+    assert {"README.md", "hatch_build.py", "pyproject.toml", "LICENSE"} <= sent, "what the wheel is built from"
     assert ["ENTRYPOINT", '["zmqtrain"]'] in words
     assert ["CMD", '["agent"]'] in words
     names = re.findall(r"\bzmqtrain:(\d[\w.]*\w) ", (ROOT / "Dockerfile").read_text() + (DOCS / "clusters.md").read_text())
     assert set(names) == {project["version"]}
+
+
+@pytest.fixture(scope="module")
+def description() -> Callable[[str, str | None, str], str]:
+    """What package indexes show of a README."""
+    made: Callable[[str, str | None, str], str] = runpy.run_path(str(ROOT / "hatch_build.py"))["description"]
+    return made
+
+
+def test_a_package_index_shows_links_to_the_files_of_the_release(description: Callable[[str, str | None, str], str]) -> None:
+    shown = description((ROOT / "README.md").read_text(), "https://git.example/o/zmqtrain/", "1.2.3")
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", shown, flags=re.DOTALL))
+    assert len(links) > 20
+    for picture, target in links:
+        way = f"https://git.example/o/zmqtrain/{'raw' if picture else 'blob'}/v1.2.3/"
+        assert target.startswith(way)
+        assert (ROOT / target.removeprefix(way)).exists()
+
+
+def test_without_an_address_a_package_index_shows_names_of_files(description: Callable[[str, str | None, str], str]) -> None:
+    readme = "# name\n\nfirst\n\n![a picture](docs/p.svg) of [it](a.md#x) ([how](b.md)), [c.md](c.md), [there](https://x.org)\n"
+    code = "\n```python\na[b](c)\n```\n"
+    title, first, note, text = description(readme + code, None, "1.2.3").split("\n\n", 3)
+    assert (title, first) == ("# name", "first")
+    assert "source distribution" in note
+    assert text == "*a picture (picture: `docs/p.svg`)* of it (`a.md`) (`b.md`), `c.md`, [there](https://x.org)\n" + code
+    assert "](" not in re.sub(r"```.*?```", "", description((ROOT / "README.md").read_text(), None, "1"), flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")

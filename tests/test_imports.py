@@ -43,6 +43,19 @@ def test_what_starts_at_once_does_not_import_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_launch_forks_before_it_imports_what_only_the_launcher_needs() -> None:
+    """The processes that it forks import torch meanwhile."""
+    code = """
+import sys
+import zmqtrain.cli.launch, zmqtrain.launcher.prepared
+names = ("torch", "rich.console", "tarfile", "zmqtrain.cli.lead", "zmqtrain.launcher.run", "zmqtrain.membership.coordinator")
+print([name for name in names if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
 def test_what_is_imported_before_forking_leaves_gpus_alone() -> None:
     """A process that forks after CUDA was initialized has children that cannot use it. Even counting devices may be too much."""
     names = ("is_available", "device_count", "init", "_lazy_init", "current_device", "set_device", "Stream", "Event")

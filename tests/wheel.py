@@ -1,5 +1,7 @@
 """Builds the wheel, installs it in a new environment with nothing but what it needs, and trains there: ``make test-wheel``.
 
+It also looks at the description that a package index would show: no link in it may be relative to the repository.
+
 Not part of the suite: it installs torch once more, which takes minutes and 1 GB. It ends by saying what zmqtrain and its
 dependencies take beyond torch and torch's own, to download and on the disk, and fails if it is more than `MOST_MB` to download.
 """
@@ -62,6 +64,11 @@ def install(folder: Path) -> Path:
     run(python, "-m", "pip", "download", "-q", "--only-binary", ":all:", "--dest", wheels, *constraints, wheel, cwd=folder)
     run(python, "-m", "pip", "install", "-q", "--no-compile", "--no-index", "--find-links", wheels, wheel, cwd=folder)
     run(python, "-m", "pip", "check", cwd=folder)
+    text = run(python, "-c", "from importlib.metadata import metadata; print(metadata('zmqtrain').get_payload())", cwd=folder)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    relative = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    if relative or not text.startswith("# zmqtrain"):
+        sys.exit(f"a package index could not show the description: {relative or text[:200]}")
     return python
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from benchmarks.soak import SHAPES, WATCHED_S, WHOLE, SoakError, Watch, bench_soak, judge
+from benchmarks.soak import SHAPES, WARM_UP_S, WATCHED_S, WHOLE, Held, SoakError, Watch, bench_soak, judge, judge_held
 from zmqtrain.errors import UsageError
 
 
@@ -33,14 +34,29 @@ def test_a_run_that_failed_is_told_with_its_last_words() -> None:
         judge("gossip", {"status": "failed", "steps": 7}, "no more workers")
 
 
-def test_growth_of_memory_is_judged_after_a_while() -> None:
-    steady, growing = Watch("worker/0"), Watch("worker/1")
-    for second in range(100):
-        steady.memory.append((float(second), 50_000_000 + 10_000_000 * (second == 0)))
-        growing.memory.append((float(second), 50_000_000 + 10_000 * second))
-        assert (steady.growth() is None) == (second < WATCHED_S)
-    assert steady.growth() == pytest.approx(0.0)
-    assert growing.growth() == pytest.approx(36.0)  # 10 kB a second
+def watched(name: str, seconds: int, mb_at: Callable[[int], float], files_at: Callable[[int], int] = lambda second: 40) -> Watch:
+    held = [Held(float(at), int(1e6 * mb_at(at)), files_at(at), threads=8) for at in range(0, seconds, 5)]
+    return Watch(name, held)
+
+
+def test_memory_is_judged_once_a_process_is_warm() -> None:
+    """What grows for five minutes, and then stays, is no leak; what grows on, ever so slowly, is told."""
+    warming = watched("worker/0", 1800, lambda second: 50 + min(second, 300) / 10)
+    leaking = watched("worker/1", 1800, lambda second: 50 + second / 100)
+    assert warming.growth() == pytest.approx(0.0, abs=1.0)
+    assert leaking.growth() == pytest.approx(36.0, rel=1e-3)
+    assert watched("worker/2", int(WARM_UP_S + WATCHED_S), lambda second: 50 + second).growth() is None
+    judge_held("gossip", [warming, watched("worker/2", 60, lambda second: 50 + second)])
+    with pytest.raises(SoakError, match=r"gossip: worker/1 has gained 10.\d MB in 17 min since it was warm"):
+        judge_held("gossip", [warming, leaking])
+
+
+def test_open_files_may_come_and_go_but_not_become_more() -> None:
+    going = watched("worker/0", 1800, lambda second: 50, lambda second: 40 + 30 * (second % 60 < 10))
+    leaking = watched("the launcher", 1800, lambda second: 50, lambda second: 40 + second // 30)
+    judge_held("gossip", [going])
+    with pytest.raises(SoakError, match=r"gossip: the launcher has .* more open files or threads than when it was warm"):
+        judge_held("gossip", [going, leaking])
 
 
 def test_unknown_parts_are_refused() -> None:

@@ -36,7 +36,7 @@ print("the task speaks")
 def task(lr=0.1, data=None):
     return Task(
         model=lambda: torch.nn.Linear(2, 1), loss=torch.nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr), train_data=[(torch.zeros(2), torch.zeros(1))] * 8,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr), train_data=[(torch.zeros(2), torch.zeros(1))] * 2560,
     )
 """
 
@@ -113,13 +113,15 @@ def test_a_task_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (TASK, "rl = 3", "the task's function job.py:task takes no argument 'rl'; it takes lr, data"),
         (TASK.replace("lr=0.1", "lr"), "", "the task's function job.py:task needs the argument 'lr': set it in [job] args"),
-        ("def task(): return 3", "", "the task's function job.py:task returned a int; it must return a zmqtrain.Task"),
-        ("task = 3", "", "task is a int, not a function that returns a Task"),
+        ("def task(): return 3", "", "function job.py:task returned an object of type int; it must return a zmqtrain.Task"),
+        ("task = 3", "", "task is of type int, not a function that returns a Task"),
         ("import missing_module\ntask = 3", "", "ModuleNotFoundError: No module named 'missing_module'"),
         ("def task():\n    return {}['x']\n", "", "raised KeyError: 'x' ("),
         ("def task():\n    raise SystemExit(4)\n", "", "job.py:task ended the process: it called sys.exit(4)"),
-        (TASK.replace("zeros(1))] * 8", "zeros(1))] * 0"), "", "Task.train_data is empty"),
-        (TASK.replace("train_data=[(torch.zeros(2), torch.zeros(1))] * 8", "train_data=torch.utils.data.DataLoader([1], 7)"), "",
+        (TASK.replace("zeros(1))] * 2560", "zeros(1))] * 0"), "", "Task.train_data is empty"),
+        (TASK.replace("zeros(1))] * 2560", "zeros(1))] * 127"), "",
+         "the training data has 127 samples, but one step of 2 groups with batch_size = 64 takes 128. Lower"),
+        (TASK.replace("train_data=[(torch.zeros(2), torch.zeros(1))] * 2560", "train_data=torch.utils.data.DataLoader([1], 7)"), "",
          "Task.train_data is a DataLoader with batch_size = 7, but a group takes"),
     ],
 )  # fmt: skip
@@ -137,7 +139,7 @@ def test_what_a_task_prints_is_no_row(file: Path, capsys: pytest.CaptureFixture[
     assert run_check(file, True) == 0
     said = capsys.readouterr()
     details = {row["name"]: row["detail"] for row in map(json.loads, said.out.splitlines()) if row["row"] == "check"}
-    assert details["load"] == "job.py:task returns a task, 8 samples to train on"
+    assert details["load"] == "job.py:task returns a task, 2,560 samples to train on"
     assert "the task speaks" in said.err
 
 
@@ -146,7 +148,7 @@ def test_a_task_is_loaded_here_only_where_hosts_are_this_machine(file: Path, cap
     file.write_text("[job]\ntask = 'job.py'\n[engine]\nkind = 'environment'\n")
     assert run_check(file, True) == 0
     capsys.readouterr()
-    assert "returned a int" in fault_of(file, capsys, load=True)
+    assert "returned an object of type int" in fault_of(file, capsys, load=True)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def example() -> typer.Typer:
         """Do one thing.
 
         A paragraph that is
-        two lines in the source.
+        two lines in the source: [job] steps.
         """
 
     @app.command(cls=ScriptCommand)
@@ -52,7 +52,7 @@ def test_help_of_flags_asks_for_no_value_and_paragraphs_fill_the_line(capsys: py
     said = shown("first", capsys=capsys)
     assert re.search(r"--value\s+<?int", said, re.IGNORECASE)
     assert "bool" not in said.lower()
-    assert "A paragraph that is two lines in the source." in said
+    assert "A paragraph that is two lines in the source: [job] steps." in said
     assert "bool" not in shown(capsys=capsys).lower()
 
 

@@ -52,6 +52,15 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "--resume" in capsys.readouterr().out
 
 
+def test_commands_that_are_not_shown_are_not_suggested(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "lanch") == 2
+    said = capsys.readouterr().err
+    assert "'launch'" in said
+    assert "'bench'" not in said
+    assert call(monkeypatch, "bench") == 2
+    assert "python -m benchmarks" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -81,6 +90,7 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["logs", "nothing-001"], ["nothing-001"]),
         (["agent"], ["ZMQTRAIN_COORDINATOR", "MASTER_ADDR"]),
         (["nonsense"], ["nonsense"]),
+        (["launch", "there.py:task"], ["does not exist", 'with task = "there.py:task" in its [job]']),
         (["launch"], ["FILE"]),
     ],
 )
@@ -187,6 +197,8 @@ def test_a_run_that_is_done(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert call(monkeypatch, "logs", "job-001", "worker/7") == 2
     assert call(monkeypatch, "stop", "job-001") == 2
     assert "is not running" in capsys.readouterr().err
+    assert call(monkeypatch, "drain", "job-001", "alpha") == 2
+    assert "job-001 has ended (done)" in capsys.readouterr().err
 
 
 def test_a_folder_that_was_deleted_is_said(

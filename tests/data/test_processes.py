@@ -32,7 +32,8 @@ class Noisy:
 
     def __getitem__(self, index: int) -> Any:
         noise = torch.rand(2) + torch.empty(2).uniform_() + torch.randn(2) + random.random() + float(np.random.rand())
-        return noise + torch.rand_like(noise) + torch.randint(5, (1,)) + torch.randperm(2), index
+        noise += torch.rand_like(noise) + torch.randint_like(noise, 3, high=9)
+        return noise + torch.randint(5, (1,)) + torch.randperm(2), index
 
 
 class Bad:

@@ -15,7 +15,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import zmqtrain
+from zmqtrain.embed import own_run
 from zmqtrain.errors import NonFiniteLossError, TaskError, UsageError
+from zmqtrain.membership.environment import RoleEnvironment
 
 DATA = TensorDataset(torch.randn(200, 6, generator=torch.Generator().manual_seed(3)), torch.arange(200) % 3)
 
@@ -202,3 +204,12 @@ async def test_an_error_of_the_coroutine_comes_out_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
         await program()
     assert len(asyncio.all_tasks()) == 1
+
+
+def test_a_second_session_of_a_launched_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = RoleEnvironment("worker/3", "tcp://127.0.0.1:1", "token")
+    for name, value in environment.to_environ().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(own_run, "_entered", {(environment.peer, environment.coordinator)})
+    with pytest.raises(UsageError, match="worker/3 of the run already"), zmqtrain.session():
+        pass

@@ -23,6 +23,15 @@ from tests.patience import PATIENCE_S
 _LOOK_S = 0.5
 
 
+#: The beginning of a script that leaves what `told` reads.
+TOLD = """
+import os, pathlib
+own = pathlib.Path(f"told.{os.getpid()}")
+own.write_text(os.environ["ZMQTRAIN_COORDINATOR"] + " " + os.environ["ZMQTRAIN_TOKEN"])
+own.replace("told")
+"""
+
+
 def prepare(folder: Path, task: str, topology: str) -> Path:
     """The folder, made if there is none, with ``task.py`` and ``trial.toml``."""
     folder.mkdir(exist_ok=True)
@@ -153,3 +162,9 @@ class Launched:
             reader.join(PATIENCE_S)
         self._stdout.close()
         self._stderr.close()
+
+
+def told(run: Launched) -> tuple[str, str]:
+    """The coordinator's address and the run's token, of a launch whose script begins with `TOLD` and has got further."""
+    address, token = (run.folder / "told").read_text().split()
+    return address, token

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.launched import Launched
+from tests.launcher.launched import TOLD, Launched, told
 from tests.patience import PATIENCE_S
 from zmqtrain.net.address import split_address
 
@@ -121,10 +121,10 @@ def test_strangers_on_the_ports_of_a_run(tmp_path: Path) -> None:
     """Garbage, other protocols and a wrong token, at the coordinator, the agent and the workers; the run does not notice."""
     chance = random.Random(3)
     (tmp_path / "hold.toml").write_text("[job]\noversubscribe = true\n[compute]\ngroup_size = 2\nbatch_size = 4\n")
-    (tmp_path / "script.py").write_text(HOLDS)
+    (tmp_path / "script.py").write_text(TOLD + HOLDS)
     with Launched(tmp_path, "hold.toml", "script.py") as run:
         run.wait_for("ready", times=2)
-        coordinator = run.find("zmqtrain agent").environ()["ZMQTRAIN_COORDINATOR"]
+        coordinator, _ = told(run)
         events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
         addresses = [coordinator, *(event["values"]["address"] for event in events if event["kind"] == "join")]
         assert len(addresses) == 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zmq
 
-from tests.launcher.launched import Launched
+from tests.launcher.launched import TOLD, Launched, told
 from tests.patience import PATIENCE_S
 from zmqtrain.net.address import key_in, split_address, without_key
 from zmqtrain.net.curve import KeyPair
@@ -57,13 +57,12 @@ def join(address: str, token: str) -> subprocess.CompletedProcess[str]:
 
 def test_an_encrypted_run_among_strangers(tmp_path: Path) -> None:
     (tmp_path / "encrypted.toml").write_text(TOPOLOGY)
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(TOLD + SCRIPT)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with Launched(tmp_path, "encrypted.toml", "script.py") as run, ExitStack() as stack:
         stack.callback(context.term)
         run.wait_for("ready", times=2)
-        told = run.find("zmqtrain agent").environ()
-        coordinator, token = told["ZMQTRAIN_COORDINATOR"], told["ZMQTRAIN_TOKEN"]
+        coordinator, token = told(run)
         key = key_in(coordinator)
         assert key is not None
         events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.launched import Launched
+from tests.launcher.launched import TOLD, Launched, told
 
 TOPOLOGY = """
 [job]
@@ -69,6 +69,12 @@ def launch(folder: Path, script: str, *arguments: str, from_nothing: bool = Fals
     (folder / "trial.toml").write_text(TOPOLOGY)
     (folder / "script.py").write_text(script)
     return Launched(folder, "trial.toml", *arguments[:1], "script.py", *arguments[1:], from_nothing=from_nothing)
+
+
+def test_a_script_without_a_session_is_said_to_have_run_alone(tmp_path: Path) -> None:
+    with launch(tmp_path, "") as run:
+        assert run.end() == 0, run
+        assert any("warning: script.py made no session" in line for line in run.lines), run
 
 
 def test_what_roles_get_and_what_a_run_leaves(tmp_path: Path) -> None:
@@ -153,7 +159,7 @@ def test_a_host_that_dies(tmp_path: Path, what: str) -> None:
         if what == "the agent":
             run.find("zmqtrain agent").kill()
         else:
-            (server,) = run.find("zmqtrain.launcher.zygote").children()
+            (server,) = run.find("zmqtrain zygote").children()
             server.kill()
         assert run.end() >= 128, run
         assert run.json("error.json")["verdict"] == "host lost"
@@ -161,10 +167,10 @@ def test_a_host_that_dies(tmp_path: Path, what: str) -> None:
 
 
 def test_nothing_survives_the_launcher(tmp_path: Path) -> None:
-    with launch(tmp_path, STAYS, from_nothing=True) as run:
+    with launch(tmp_path, TOLD + STAYS, from_nothing=True) as run:
         run.wait_for(r"\| ready", 2)
         assert len(run.processes()) >= 6  # launcher, agent, zygote, fork server, two workers
-        token = run.find("zmqtrain agent").environ()["ZMQTRAIN_TOKEN"]
+        _, token = told(run)
         assert not any(token in word for process in run.processes() for word in process.cmdline())
         run.signal(signal.SIGKILL)
         assert run.end() == -signal.SIGKILL

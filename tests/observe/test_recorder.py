@@ -68,6 +68,16 @@ async def test_spans_of_the_first_steps_only() -> None:
     assert desk.events[1]["time"] - desk.events[0]["time"] == pytest.approx(0.5)
 
 
+async def test_spans_of_no_step_end_with_those_of_the_first_steps() -> None:
+    desk = Desk()
+    recorder = RunRecorder(desk.post, trace_steps=2)
+    for step in range(7, 1000):
+        recorder.add_span("wait for parts", "wait", 0.0, 1.0)
+        recorder.add_span("forward", "compute", 0.0, 1.0, step=step)
+    await recorder.flush()
+    assert [span["name"] for span in desk.events] == ["wait for parts", "forward"] * 2 + ["wait for parts"]
+
+
 async def test_a_span_that_raises_is_recorded() -> None:
     desk = Desk()
     recorder = RunRecorder(desk.post)

@@ -22,7 +22,7 @@ from zmqtrain.topology.schema import Topology
 @pytest.mark.parametrize(
     ("complete", "resumed", "said"),
     [
-        ((100, 358), None, r"before step 358: --resume .*run continues$"),
+        ((100, 358), None, r"after step 358 \(9.0 s\): --resume .*run continues$"),
         ((100,), None, r"no checkpoint of that step was kept; --resume .*run continues from step 100$"),
         ((), None, "no checkpoint was kept$"),
         ((), "before/run", "nothing was trained; --resume before/run continues$"),
@@ -92,6 +92,19 @@ def test_hosts_that_come_bring_their_workers(tmp_path: Path) -> None:
     (run,) = tmp_path.iterdir()
     record._directory.close()
     assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["host"] == "n3"
+
+
+def test_the_trace_is_of_a_role_s_first_process_however_many_follow(tmp_path: Path) -> None:
+    record, _ = record_of(tmp_path, "")
+    for process in range(20):
+        if process:
+            record.membership_event("join", {"peer": "worker/0", "late": True, "reason": "worker/0 joined"})
+        for step in range(3):
+            span = {"time": float(process), "seconds": 1.0, "name": "forward", "category": "compute", "values": {}}
+            record.report("worker/0", [{"kind": "span", "step": 100 * process + step, **span}])
+    steps = [event["args"]["step"] for event in record._directory.trace.events() if event["ph"] == "X"]
+    record._directory.close()
+    assert steps == [0, 1, 2]
 
 
 def test_a_warning_of_a_role_is_shown(tmp_path: Path) -> None:

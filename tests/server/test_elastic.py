@@ -11,7 +11,7 @@ import torch
 from zmqtrain.exchange.server_messages import PushMeta
 from zmqtrain.server.aggregator import Aggregator, Batch, Push
 from zmqtrain.server.shard import GroupSum
-from zmqtrain.server.staleness import DuplicatePushError, OutOfOrderPushError, Policy, StalenessMachine, UnknownGroupError
+from zmqtrain.server.staleness import DuplicatePushError, Policy, StalenessMachine, UnknownGroupError
 
 SYNC, ASYNC, BOUND = Policy("sync"), Policy("async"), Policy("bound", 1)
 
@@ -124,24 +124,6 @@ class TestResting:
         made.enter(1, 2)
         assert made.pushed(0, 2).apply == ()
         assert made.pushed(1, 2).apply == (0, 1)
-
-    @pytest.mark.parametrize("policy", [ASYNC, BOUND])
-    def test_one_that_learns_late_of_a_change_leaves_out_the_steps_before_it(self, policy: Policy) -> None:
-        made = machine(policy, 3, 1)
-        made.enter(0, 3)
-        made.enter(1, 3)
-        made.rest(1)
-        with pytest.raises(OutOfOrderPushError):
-            made.check(1, 2)
-        assert made.pushed(1, 3).answer == ((1, 4),)
-        with pytest.raises(OutOfOrderPushError):
-            made.check(1, 5)
-
-    def test_without_a_change_nothing_is_left_out(self) -> None:
-        made = machine(ASYNC, 3, 1)
-        made.rest(1)
-        with pytest.raises(OutOfOrderPushError):
-            made.check(1, 3)
 
 
 def push(group: int, step: int, value: float, *, life: int = 0, torn: Sequence[tuple[int, int]] = (), piece: int = 0) -> Push:

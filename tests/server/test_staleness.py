@@ -116,3 +116,24 @@ def test_sync_applies_every_gradient_once(groups: int, steps: int, chance: rando
         assert all(not decision.apply for decision in decisions[:-1])
         applied += decisions[-1].apply
     assert applied == list(range(groups)) * steps
+
+
+@pytest.mark.parametrize("policy", [Policy("async"), Policy("sync"), Policy("bound", 1)])
+def test_a_group_may_go_on_where_a_change_begins_but_skips_nothing_else(policy: Policy) -> None:
+    machine = StalenessMachine(policy, [0, 1])
+    for group in (0, 1):
+        machine.pushed(group, 0)
+        machine.enter(group, 3)
+        machine.enter(group, 5)
+    copy = StalenessMachine(policy, [])
+    copy.load(machine.state())
+    for step in (2, 4, 6):
+        with pytest.raises(OutOfOrderPushError, match=f"pushed step {step}, but its next step is 1"):
+            copy.pushed(0, step)
+    copy.pushed(0, 3)
+    assert (copy.clock(0), copy.clock(1)) == (4, 1)
+    with pytest.raises(DuplicatePushError):
+        copy.pushed(0, 3)
+    copy.left(0)
+    with pytest.raises(UnknownGroupError):
+        copy.pushed(0, 5)

@@ -3,6 +3,7 @@ compares what servers hold with one process, bit by bit, and counts every batch 
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 
 from tests.simulate.worlds import POLICIES, STEPS, servers_topology
+from zmqtrain.simulate.audit import Auditor
 from zmqtrain.simulate.faults import Fault, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
+from zmqtrain.topology.load import parse_topology
+from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 
 
@@ -113,3 +117,90 @@ def test_a_lost_server_ends_the_run_and_is_named() -> None:
     assert result.ending.error is not None
     assert "server/1" in str(result.ending.error["message"])
     assert result.seconds < 10
+
+
+SLOW_NETWORK = """
+[job]
+steps = 2
+timeout = "5 s"
+elastic = true
+restarts = 10
+[[hosts]]
+name = "h[1-4]"
+address = "10.0.0.1"
+slots = 2
+[compute]
+groups = 4
+device = "modelled"
+profile = "lenet"
+bucket_size = "1 MiB"
+[exchange]
+kind = "model_server"
+staleness = "sync"
+shards = 1
+[network]
+bandwidth = "5 Mbit/s"
+latency = "100 us"
+[simulation]
+payload = "phantom"
+time_limit = 200
+"""
+
+
+def on_slow_network(faults: Sequence[Fault], text: str = SLOW_NETWORK, **options: Any) -> Result:
+    result = simulate(parse_topology(text), options=Options(faults=faults, **options))
+    assert result.ending.status == "done", result.ending.error
+    return result
+
+
+@pytest.mark.parametrize(("first", "second"), [(26.83, 28.369), (18.238, 24.438)])
+def test_two_that_come_back_when_there_is_nothing_left_to_train_end_with_the_others(first: float, second: float) -> None:
+    """All of them evaluate the model together. Those that trained the last step and the two, which had come one after another, each
+    took others to be there, and the run ended with an error."""
+    on_slow_network([restart("worker/2", at=first, after=0.1), restart("worker/3", at=second, after=0.1)])
+
+
+def test_a_worker_has_no_part_in_a_step_between_two_changes() -> None:
+    """All steps were trained when one was lost and another came back, but the lost one had left batches: the others go on with the
+    step of the second change, and servers had heard of no rest."""
+    text = SLOW_NETWORK.replace("steps = 2", "steps = 4").replace('"sync"\nshards = 1', '"async"\nshards = 2\nreplicas = 1')
+    faults = [restart("worker/2", at=48.022, after=0.1), restart("worker/3", at=55.097, after=0.1)]
+    assert on_slow_network(faults, text).broken == []
+
+
+def test_one_that_asks_servers_that_have_ended_is_told_so() -> None:
+    run([restart("worker/1", at=0.020997, after=0.0275265), restart("worker/2", at=0.0211031, after=0.0013642)], '"sync"')
+
+
+def test_workers_are_lost_before_the_server_has_all_values() -> None:
+    """It needs only the one that gives them."""
+    began: list[float] = []
+    fault = kill("worker/2", at=1.0)
+    result = on_slow_network(
+        [restart("worker/1", at=1.0, after=0.2), fault],
+        on_audit=lambda peer, what, values: began.append(asyncio.get_running_loop().time()) if what == "applied" else None,
+    )
+    assert result.broken == []
+    assert min(began) > 1.2
+
+
+def test_a_gradient_may_count_after_its_worker_was_lost_and_is_back() -> None:
+    """The auditor's own rule: a server has the gradient of step 2 when the worker is lost, and waits for the others'."""
+    loaded = topology('"sync"')
+    auditor = Auditor(loaded, place(loaded), clock=lambda: 0.0)
+
+    def applied(step: int, *groups: int) -> None:
+        values = {"piece": 0, "version": step + 1, "reads": [(group, step, step) for group in groups], "skipped": groups}
+        auditor.hear("server/0", "applied", values)
+
+    auditor.hear("server/0", "dropped", {"group": 2})
+    applied(0, 0, 1)
+    applied(1, 0, 1)
+    auditor.hear("server/0", "entered", {"group": 2, "step": 2})
+    auditor.hear("server/0", "dropped", {"group": 2})
+    auditor.hear("server/0", "entered", {"group": 2, "step": 3})
+    applied(2, 0, 1, 2)
+    applied(3, 0, 1, 2)
+    assert auditor._broken == []
+    applied(5, 2)
+    assert auditor._broken

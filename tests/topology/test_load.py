@@ -243,6 +243,7 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
         ("[job]\nsteps = \n", "", 2, "is not valid TOML"),
         ("[job]\nsteps = 1\nsteps = 2\n", "", 3, "is not valid TOML"),
         ("[job", "", 1, "is not valid TOML"),
+        ("[job]\ntask = task.py\n", "", 2, "is not valid TOML: Invalid value .texts stand in quotes"),
         ("[job]\nsteps = " + "1" * 5000, "", None, "is not valid TOML"),
         ("[job]\nsteps = 0x" + "f" * 5000, "job.steps", 2, r"steps = \(a very long int\)"),
         ("x = " + "[" * 5000, "", None, "nested too deeply|is not valid TOML"),

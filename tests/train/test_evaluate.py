@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from tests.train.world import Recipe, data_of, run, topology_of
 from zmqtrain.train.task import Task
@@ -61,3 +61,50 @@ async def test_no_eval_data_means_no_evaluation() -> None:
     assert not result.errors
     assert not result.recorders["worker/0"].of("eval")
     assert Task.__dataclass_fields__["eval_data"].default is None
+
+
+METRICS = {
+    "correct": lambda output, target: (output.argmax(1) == target).sum(),
+    "rmse": lambda output, target: (output.gather(1, target[:, None]) - 1).square().mean().sqrt().item(),
+    "error": lambda output, target: (output.argmax(1) != target).float().mean(),
+    "pair": lambda output, target: (output.max(1).values.sum(), len(target)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_metrics_that_are_no_means_are_left_out_where_samples_are_divided(size: int) -> None:
+    result = await run(
+        topology_of(job={"steps": 2, "eval_every": 1}, compute={"group_size": size, "batch_size": 12}), Recipe(metrics=METRICS)
+    )
+    assert not result.errors
+    first, last = result.recorders["worker/0"].of("eval")
+    assert {"eval_loss", "eval_error", "eval_pair"} == {name for name in last if name.startswith("eval_")}
+    texts = [event["text"] for recorder in result.recorders.values() for event in recorder.of("warning")]
+    assert [text.split()[0] for text in texts] == ["eval_correct", "eval_rmse"]
+    assert first.keys() == last.keys()
+
+
+async def test_all_samples_in_one_batch_may_have_any_metric() -> None:
+    recipe = Recipe(metrics=METRICS)
+    result = await run(topology_of(job={"steps": 1}, compute={"batch_size": 31}), recipe)
+    inputs, target = data_of(31).tensors
+    with torch.no_grad():
+        output = recipe.models["worker/0"](inputs)
+    event = result.recorders["worker/0"].of("eval")[0]
+    assert event["eval_rmse"] == pytest.approx(METRICS["rmse"](output, target), rel=1e-12)
+    assert event["eval_correct"] == METRICS["correct"](output, target)
+
+
+def without_some(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample[0][0] > -0.5])
+
+
+async def test_samples_that_the_collate_function_leaves_out_do_not_count() -> None:
+    recipe = Recipe(collate=without_some, train_data=list(data_of()), eval_data=list(data_of(31)))
+    result = await run(topology_of(job={"steps": 1}, compute={"batch_size": 12}), recipe)
+    inputs, target = without_some(list(data_of(31)))
+    with torch.no_grad():
+        output = recipe.models["worker/0"](inputs)
+    event = result.recorders["worker/0"].of("eval")[0]
+    assert event["eval_loss"] == pytest.approx(float(nn.functional.cross_entropy(output, target)), rel=1e-12)
+    assert event["eval_accuracy"] == pytest.approx(float((output.argmax(1) == target).double().mean()), rel=1e-12)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from tests.train.world import Recipe, run, topology_of
 from zmqtrain.errors import TaskError
-from zmqtrain.train.weighting import ClassWeighted, require_mean, taken_apart
+from zmqtrain.train.weighting import ClassWeighted, require_mean, rows_counted, taken_apart
 
 CLASSES = torch.tensor([0.1, 1.0, 7.0], dtype=torch.float64)
 
@@ -95,6 +95,112 @@ async def test_a_loss_that_is_no_mean_over_samples_is_refused_where_samples_are_
             await trained(loss, batch_size=8, **shape)
     await trained(loss, groups=1, group_size=1, batch_size=8)
     await trained(lambda output, target: (loss(output, target) * len(target), len(target)), groups=2, group_size=1, batch_size=8)
+
+
+async def test_a_root_of_a_mean_is_no_mean() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - nn.functional.one_hot(target, 3)).square().mean().sqrt()
+
+    with pytest.raises(TaskError, match="is not a mean over samples"):
+        await trained(loss, groups=2, group_size=1, batch_size=8)
+
+
+async def test_a_mean_over_some_samples_is_no_mean_if_a_half_has_none_of_them() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return output[target == 1].square().mean()
+
+    output = torch.ones(4, 3)
+    for target in (torch.tensor([1, 1, 0, 0]), torch.tensor([0, 0, 0, 1])):
+        with pytest.raises(TaskError, match="is not a mean over samples"):
+            require_mean(loss, output, target, 4, loss(output, target))
+    infinite = torch.full((4, 3), torch.inf)
+    assert require_mean(cross_entropy, infinite, torch.zeros(4, dtype=torch.long), 4, torch.tensor(torch.nan))
+
+
+async def test_a_loss_computed_in_single_precision_of_any_output_is_a_mean() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        output, target = torch.randn(64, 3, generator=torch.Generator().manual_seed(1)).to(dtype), torch.arange(64) % 3
+        for loss in (cross_entropy, lambda output, target: cross_entropy(output.float(), target)):
+            assert require_mean(loss, output, target, 64, loss(output, target))
+
+
+def without_some(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample[0][0] > -0.5])
+
+
+async def test_targets_with_other_rows_than_samples_need_a_weight() -> None:
+    async def run_with(loss: Any, **compute: Any) -> Tensor:
+        recipe = Recipe(loss=loss, train_data=list(data()), eval_data=None, collate=without_some)
+        result = await run(topology_of(job={"steps": 3}, exchange={"kind": "allreduce"}, compute=compute), recipe)
+        if result.errors:
+            raise next(iter(result.errors.values()))
+        return recipe.parameters("worker/0")
+
+    def weighted(output: Tensor, target: Tensor) -> Any:
+        return cross_entropy(output, target, reduction="sum"), len(target)
+
+    with pytest.raises(TaskError, match=r"the target of 8 samples has \d rows"):
+        await run_with(cross_entropy, groups=2, group_size=1, batch_size=8)
+    whole = await run_with(cross_entropy, groups=1, group_size=1, batch_size=16)
+    parts = await run_with(weighted, groups=2, group_size=1, batch_size=8)
+    torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_rows_of_targets() -> None:
+    boxes = [{"boxes": torch.zeros(3, 4), "labels": torch.zeros(3)} for _ in range(8)]
+    images = [torch.zeros(3, 16, 16) for _ in range(8)]
+    for target in (torch.zeros(8), torch.zeros(24), torch.zeros(5, 8), boxes, (images, boxes), {"x": torch.zeros(8, 2), "n": 1}, 7):
+        assert rows_counted(target, 8) == 8
+    for target in (torch.zeros(7), {"labels": torch.zeros(7, 2), "mask": torch.zeros(7)}):
+        assert rows_counted(target, 8) == 7
+
+
+class Tokens(nn.Module):
+    """Computes its loss, a mean over tokens, as Hugging Face's models do."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(6, 3).double(), nn.Dropout(drop)
+        self.norm = nn.BatchNorm1d(6).double()
+
+    def forward(self, x: Tensor, labels: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+        scores = self.layer(self.drop(x))
+        losses = cross_entropy(scores, labels, reduction="none")
+        if mask is None:
+            return {"loss": cross_entropy(scores, labels), "scores": scores}
+        loss = (losses * mask).sum() / mask.sum() + 0.0 * self.norm(x).sum()
+        return {"loss": loss, "scores": scores, "cache": object()}
+
+
+async def test_a_model_s_own_loss_that_is_no_mean_over_samples_is_refused() -> None:
+    async def run_with(loss: Any, train_data: Any, drop: float = 0.0, **compute: Any) -> Tensor:
+        fields = {"forward": lambda model, batch: model(**batch), "train_data": train_data, "eval_data": train_data}
+        recipe = Recipe(loss=loss, model=lambda: Tokens(drop), **fields)
+        result = await run(topology_of(job={"steps": 3}, exchange={"kind": "allreduce"}, compute=compute), recipe)
+        if result.errors:
+            raise next(iter(result.errors.values()))
+        return recipe.parameters("worker/0")
+
+    ignoring = [{"x": x, "labels": label} for x, label in data(ignored=True)]
+    masked = [{"x": x, "labels": label, "mask": x[0] > 0} for x, label in data()]
+    plain = [{"x": x, "labels": label} for x, label in data()]
+
+    def loss(output: Any, batch: Any) -> Tensor:
+        own: Tensor = output["loss"]
+        return own
+
+    def counted(output: Any, batch: Any) -> Any:
+        count = (batch["labels"] != -100).sum()
+        return output["loss"] * count, count
+
+    shape = {"groups": 2, "group_size": 1, "batch_size": 8}
+    with pytest.raises(TaskError, match="some of 'labels' are -100"):
+        await run_with(loss, ignoring, **shape)
+    with pytest.raises(TaskError, match="the loss that the model computes is not a mean over samples"):
+        await run_with(loss, masked, drop=0.5, **shape)
+    await run_with(loss, plain, drop=0.5, **shape)
+    parts, whole = await run_with(counted, ignoring, **shape), await run_with(loss, ignoring, groups=1, batch_size=16)
+    torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
 
 
 async def test_a_loss_that_counts_its_calls_counts_no_trials() -> None:

@@ -328,7 +328,7 @@ async def test_a_bad_loss_may_be_passed_over(tmp_path: Path) -> None:
         ({"loss": lambda output, target: output}, {}, TaskError, "tensor of one element"),
         ({"loss": lambda output, target: 1 / 0}, {}, TaskError, "Task.loss.*ZeroDivisionError"),
         ({"optimizer": lambda p: None}, {}, TaskError, "must return a torch.optim.Optimizer"),
-        ({}, {"batch_size": 500}, UsageError, "96 samples, but one step of 1 groups with batch_size = 500"),
+        ({}, {"batch_size": 500}, UsageError, "96 samples, but one step of 1 group with batch_size = 500"),
         ({"train_data": [1, 2, 3]}, {"batch_size": 2}, TaskError, "must be .input, target."),
     ],
 )

@@ -52,7 +52,7 @@ def run_check(
         print_faults(error, json)
         return FAULTY
     topology, unasked = _with_room(topology, emulate=emulate, ask=not file_only)
-    placement, findings = look_at_file(topology, data)
+    placement, findings = look_at_file(topology, data, emulate=emulate)
     findings += unasked
     if load is None:
         load = not file_only and (emulate or topology.engine.kind == "local")
@@ -61,7 +61,7 @@ def run_check(
 
         findings += look_at_code(topology, data)
     look: PreflightReport | None = None
-    if not file_only:
+    if not file_only and all(finding.ok for finding in findings if finding.name == "engine"):
         look = _look(topology, data, findings, emulate=emulate)
     if look is not None:
         findings += findings_of(topology, placement, look, versions(), _model_bytes(topology))

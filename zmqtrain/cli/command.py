@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 # click's classes are neither imported nor tested by type: typer brings its own click.
@@ -26,6 +27,15 @@ class Commands(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _shown(super().get_params(ctx))
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Hidden commands can be called, and are not suggested."""
+        everything = self.commands
+        self.commands = {name: command for name, command in everything.items() if not command.hidden or name in args[:1]}
+        try:
+            return super().resolve_command(ctx, args)
+        finally:
+            self.commands = everything
+
 
 class Command(TyperCommand):
     """One command. Its help is the docstring, whose paragraphs fill the terminal's width."""
@@ -36,7 +46,7 @@ class Command(TyperCommand):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
-        self.help = "\n\n".join(re.sub(r"\s*\n\s*", " ", paragraph) for paragraph in paragraphs)
+        self.help = escape("\n\n".join(re.sub(r"\s*\n\s*", " ", paragraph) for paragraph in paragraphs))  # [job] is no markup
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _shown(super().get_params(ctx))

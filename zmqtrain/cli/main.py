@@ -100,6 +100,9 @@ def launch(
     Everything after the script's name is passed to the script. Exit codes: 0 done, 2 bad usage or topology, 3 the task's own code
     failed, 64 to 127 other permanent failures, 128 and above failures that may be temporary.
     """
+    from zmqtrain.launcher.one_thread import import_numpy
+
+    import_numpy()  # the launcher forks (`zmqtrain.launcher.prepared`)
     from zmqtrain.cli.launch import run_launch
     from zmqtrain.cli.launch_options import LaunchOptions
 
@@ -461,7 +464,7 @@ def stop(
 def drain(run: Run, host: Annotated[str, typer.Argument(metavar="HOST", help="Its name in the topology file.")]) -> None:
     """Take a host out of an elastic run, which trains on without it. Returns when the host can be switched off.
 
-    Its workers end at once, and the others train the batches that they had begun. A host with model servers cannot leave.
+    Its workers end as lost ones do, but nobody waits for them. A host with model servers cannot leave.
     """
     from zmqtrain.cli.drain import run_drain
 
@@ -472,12 +475,13 @@ def drain(run: Run, host: Annotated[str, typer.Argument(metavar="HOST", help="It
 def join(
     run: Run = "latest",
     show: Annotated[
-        bool, typer.Option(help="Print the command for another machine instead. It has the run's token: keep it secret.")
+        bool,
+        typer.Option("--show", help="Print the command for another machine instead. It has the run's token: keep it secret."),
     ] = False,
 ) -> None:
     """Take part in an elastic all-reduce run that trains, with another worker on this machine, until it has ended.
 
-    `[job] max_workers` says how many workers it may have. Ctrl-C leaves; the others train on.
+    [job] max_workers says how many workers it may have. Ctrl-C leaves; the others train on.
     """
     from zmqtrain.cli.join import run_join
 

@@ -234,8 +234,18 @@ def require_launcher(path: Path) -> psutil.Process:
     """The same. Raises `UsageError` if it is not running."""
     launcher = launcher_of(path)
     if launcher is None:
+        if (status := _status_at_its_end(path)) is not None:
+            raise UsageError(f"{path.name} has ended ({status})")
         raise UsageError(f"{path.name} is not running on this machine; zmqtrain stop {path} ends what may be left on other hosts")
     return launcher
+
+
+def _status_at_its_end(path: Path) -> str | None:
+    """The status in ``summary.json``; ``None``: the run has not ended, or has written none."""
+    try:
+        return str(json.loads((training_of(path) / "summary.json").read_text(encoding="utf-8"))["status"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def lives(process: psutil.Process) -> bool:

@@ -22,7 +22,8 @@ def bounds(numel: int, size: int) -> tuple[tuple[int, int], ...]:
 
 
 class Group:
-    """Some peers in a fixed order, and this process's place among them. Long-lived: make one for each set of peers.
+    """Some peers in a fixed order, and this process's place among them. Long-lived: make one for each set of peers, and `close` it
+    if the endpoint lives longer.
 
     All members must pass the same ``members``, ``name`` and ``chunk_bytes``. ``name`` begins the tag of every message, so it must
     be unique among the groups of an endpoint. Once a member is lost, every collective of the group raises `PeerLostError` that
@@ -33,7 +34,19 @@ class Group:
     ``timeout_s`` limits how long a collective may wait without any progress (``None``: until a peer is lost).
     """
 
-    __slots__ = ("_parts", "_running", "chunk_bytes", "endpoint", "loss_grace_s", "lost", "members", "name", "rank", "timeout_s")
+    __slots__ = (
+        "_forget",
+        "_parts",
+        "_running",
+        "chunk_bytes",
+        "endpoint",
+        "loss_grace_s",
+        "lost",
+        "members",
+        "name",
+        "rank",
+        "timeout_s",
+    )
 
     def __init__(
         self,
@@ -60,7 +73,7 @@ class Group:
         self.lost: PeerLostError | None = None
         self._running: set[asyncio.Timeout] = set()
         self._parts: dict[tuple[int, ...], Group] = {}
-        endpoint.on_lost(self._on_lost)
+        self._forget = endpoint.on_lost(self._on_lost)
 
     @property
     def size(self) -> int:
@@ -85,6 +98,17 @@ class Group:
                 loss_grace_s=self.loss_grace_s,
             )
         return self._parts[ranks]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a collective of it, or of a part of it, is running."""
+        return bool(self._running) or any(part.busy for part in self._parts.values())
+
+    def close(self) -> None:
+        """Let the endpoint forget this group and its parts: it is not used any more."""
+        self._forget()
+        for part in self._parts.values():
+            part.close()
 
     def tag(self, tag: Tag) -> Tag:
         """The tag in messages of a collective of this group."""

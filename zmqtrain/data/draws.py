@@ -45,6 +45,11 @@ class OwnDraws(TorchFunctionMode):
             fill = Tensor.uniform_ if func is torch.rand_like else Tensor.normal_
             with torch.no_grad():
                 return fill(empty, generator=self._generator)
+        elif func is torch.randint_like and args and _on_cpu(args, kwargs):
+            like, *bounds = args
+            bounds += [kwargs.pop(name) for name in ("low", "high") if name in kwargs]
+            with torch.no_grad():
+                return torch.empty_like(like, **kwargs).random_(*([0] * (2 - len(bounds))), *bounds, generator=self._generator)
         return func(*args, **kwargs)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zmqtrain.errors import UsageError
+from zmqtrain.words import counted
 
 Indices = npt.NDArray[np.int64]
 
@@ -50,8 +51,9 @@ class Partition:
             )
         if self.samples < self.step_samples:
             raise UsageError(
-                f"the training data has {self.samples} samples, but one step of {self.groups} groups with batch_size = "
-                f"{self.batch_size} takes {self.step_samples}. Lower [compute] batch_size or groups, or provide more data"
+                f"the training data has {counted(self.samples, 'sample')}, but one step of {counted(self.groups, 'group')} with "
+                f"batch_size = {self.batch_size} takes {self.step_samples:,}. "
+                "Lower [compute] batch_size or groups, or provide more data"
             )
 
     @property

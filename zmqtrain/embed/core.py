@@ -23,7 +23,7 @@ from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.source import Shard
 from zmqtrain.embed.device import CallersDevice
 from zmqtrain.embed.feed import Feed, StreamFeed, make_feed
-from zmqtrain.embed.grid.begin import begin_alike
+from zmqtrain.embed.grid.begin import begin_alike as begin_grid_alike
 from zmqtrain.embed.grid.meeting import Meetings
 from zmqtrain.embed.grid.model import DividedScript
 from zmqtrain.embed.guards import check_optimizer
@@ -31,7 +31,7 @@ from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.replicated import Replicated
 from zmqtrain.embed.scope import Scope
 from zmqtrain.embed.script_settings import check_script, check_session
-from zmqtrain.errors import NonFiniteLossError, PeerLostError, RunStopped, UsageError
+from zmqtrain.errors import NonFiniteLossError, PeerLostError, RunStopped, TaskError, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.membership.common_stop import Here, may_not_stop
@@ -41,6 +41,8 @@ from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.turns import handing_over
 from zmqtrain.topology.elastic import ASKING
+from zmqtrain.train.alike import OPTIMIZER, facts_of_training, require_same_training
+from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.saving import send_model, whole_state
@@ -83,8 +85,10 @@ class Core:
         self._calls: Counter[str] = Counter()  # of collectives, by name
         self._calls_since = 0  # the step from which they are counted
         self._share: tuple[int, int] | None = None  # samples of this worker's batch, and of the group's
+        self._taken: list[tuple[int, int]] = []  # of the batches since the last backward: each share once
         self._ended_step: dict[str, EventValue] | None = None  # the values of the last step, until the next one ends
         self._feeds: list[Feed] = []
+        self._epochs: dict[int, tuple[Any, int]] = {}  # by the data's id, which it keeps: the next epoch, where none is given
         self._running: set[asyncio.Task[Any]] = set()
         self._other_loops = OtherLoops(context.endpoint, self._coupled(), timeouts.request_s)
         self.callbacks = Callbacks((), context.role.index)
@@ -169,6 +173,10 @@ class Core:
                 shards=None if divided is None else divided.shards,
                 norm=None if divided is None else GradientNorm(divided.shards, divided.parallel.fabric),
             )
+        facts = facts_of_training(None if divided is not None else model, optimizer)
+        if self.members.late:  # it may have read a checkpoint of its own, with rates that have changed since; it gets the others'
+            facts = {what: items for what, items in facts.items() if what != OPTIMIZER}
+        await require_same_training(self.context, "session", facts)
         if divided is not None:
             replica.waiting = handing_over
             for fabric in self._fabrics:
@@ -186,6 +194,9 @@ class Core:
             replica,
             step=lambda: 0 if self.replicated is None else self.replicated.step,
             quiet=lambda: device.run(replica.take_all),
+            begin_alike=None
+            if divided is not None
+            else lambda group, _: begin_alike(replica.untrained(buffers=True), group, "begin alike", device.run),
         )
         first_step = await part.start()
         self._part = part
@@ -227,7 +238,7 @@ class Core:
         role, placement, timeout_s = context.role, context.placement, context.timeouts.barrier_s
         members = placement.group_members(role.group)
         self._meetings = Meetings(Group(context.endpoint, members, role.position, "session/meeting", timeout_s=timeout_s))
-        await begin_alike(model, self._meetings, context, self._together)
+        await begin_grid_alike(model, self._meetings, context, self._together)
         where = next(model.parameters()).device
         device = CallersDevice(self.bridge, where, _staging(where))
         for name in ("grid", "verify"):
@@ -270,25 +281,36 @@ class Core:
         self._other_loops.nearest = members
         return Scope(group, placement.groups if in_step(context.topology) else 1)
 
-    async def begin_batches(self, data: Any, epoch: int, batch_size: int | None, shard: Shard | None, first: int | None) -> Feed:
-        """Begin this worker's batches of an epoch, from number ``first`` on."""
-        if first is None and self.members.late:
+    async def begin_batches(
+        self, data: Any, epoch: int | None, batch_size: int | None, shard: Shard | None, first: int | None, *, trains: bool
+    ) -> Feed:
+        """Begin this worker's batches of an epoch, from number ``first`` on. Without ``epoch``, if it ``trains``, epochs of the
+        same data are counted."""
+        if (first is None or (epoch is None and trains)) and self.members.late:
             raise UsageError(
                 f"this worker replaces one that was lost, and the others are already at step {self._step}: say where its data "
                 f"continues with session.batches(data, epoch, first=N), which skips N batches of the epoch"
             )
+        if epoch is None:
+            _, epoch = self._epochs.get(id(data), (data, 0))
+            if trains:
+                self._epochs[id(data)] = data, epoch + 1
         feed = make_feed(self.context, data, epoch, batch_size, shard, self.device.type == "cuda", self._agree, first=first or 0)
         self._feeds.append(feed)
         if isinstance(feed, StreamFeed) and self.context.topology.elastic:
             await self.context.membership.need_all("its data is a stream, and no other worker can take over a part of it")
         return feed
 
-    async def next_batch(self, feed: Feed) -> Batch | None:
-        """The next batch as it was collated, as the only input; ``None`` at the end."""
+    async def next_batch(self, feed: Feed, *, trains: bool) -> Batch | None:
+        """The next batch as it was collated, as the only input; ``None`` at the end. ``trains``: it is not for an evaluation, so
+        its share weighs the next gradient."""
         batch = await feed.next()
         if batch is not None:
             batch = batch.to(self.device)
-            self._share = (batch.samples, feed.group_samples)
+            if trains:
+                self._share = samples, of = batch.samples, feed.group_samples
+                if all(samples * other_of != other * of for other, other_of in self._taken):
+                    self._taken.append(self._share)
         return batch
 
     async def end_batches(self, feed: Feed) -> None:
@@ -305,9 +327,19 @@ class Core:
 
         return await self._together("agree", agree)
 
-    def _weight(self) -> float:
+    def _weight(self, *, any_share: bool = False) -> float:
+        """The weight of this worker's gradient of the batches since the last call. Raises `TaskError` if they have different shares
+        of their groups' batches, unless ``any_share`` will do."""
+        taken, self._taken = self._taken, []
         if self.divided is not None:
             return 1.0  # outputs' gradients have their weights
+        if len(taken) > 1 and not any_share:
+            (one, of_one), (two, of_two), *_ = taken
+            raise TaskError(
+                f"this backward() is of batches that the group has divided differently: this worker has {one} of {of_one} samples "
+                f"of one, and {two} of {of_two} of another, so it is not known by how much its gradient counts. Choose batch sizes "
+                "that are multiples of the group's workers, and take batches for an evaluation under torch.no_grad()"
+            )
         if self._share is None:
             return 1.0 / self.context.placement.group_size
         samples, of = self._share

@@ -23,6 +23,18 @@ HARMLESS = frozenset(
     }
 )
 
+#: Methods by which ``model.to(...)``, ``model.double()`` and the like convert gradients along with parameters.
+CONVERSIONS = frozenset(
+    {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
+)  # fmt: skip
+#: What ``model.to(...)`` asks of a gradient and its conversion, and what it does with the two.
+TAKES = frozenset({torch._has_compatible_shallow_copy_type, Tensor.data.__set__})  # type: ignore[attr-defined]
+
+CONVERTED = (
+    "the model was converted (model.to(), float(), double(), cpu() ...) between backward() and the next optimizer.zero_grad(). "
+    "That converts gradients, too, which are on their way to the other workers. Call optimizer.zero_grad() before it, or "
+    "session.replicate(model, optimizer, overlap=False)"
+)
 GONE = (
     "this gradient is on its way to the other workers since backward() returned, and is only this worker's part. To read or "
     "change gradients between backward() and optimizer.step(), call session.replicate(model, optimizer, overlap=False): gradients "
@@ -44,6 +56,14 @@ class GoneGradient(Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func in CONVERSIONS:
+            gone = args[0]
+            like = func(torch.empty(0, dtype=gone.dtype, device=gone.device), *args[1:], **(kwargs or {}))
+            if (like.dtype, like.device) == (gone.dtype, gone.device):
+                return gone  # it stays as it is
+            raise TaskError(CONVERTED)
+        if func in TAKES and args[1] is args[0]:
+            return True
         raise TaskError(GONE)
 
     @classmethod

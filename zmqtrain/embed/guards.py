@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +80,8 @@ class Guards:
                 optimizer.register_load_state_dict_pre_hook(self._no_new_state),
             )
             self._undo += [hook.remove for hook in hooks]
+            state, optimizer.state = optimizer.state, _NoState()
+            self._undo.append(lambda: setattr(optimizer, "state", state))
 
     def release(self) -> None:
         while self._undo:
@@ -106,6 +110,8 @@ class Guards:
         self._others_versions = [parameter._version for _, parameter in self._others]
         if self._served:
             _check_step_hooks(self._replica.optimizer)
+            if not isinstance(self._replica.optimizer.state, _NoState):
+                raise _no_state("optimizer.state was replaced")
         self.check_weights(sampled=sampled)
 
     def check_weights(self, *, sampled: bool) -> None:
@@ -169,17 +175,33 @@ class Guards:
         return [len(group["params"]) for group in self._replica.optimizer.param_groups]
 
     def _no_state(self, optimizer: Optimizer) -> None:
-        raise TaskError(
-            "optimizer.state_dict(): the model servers run the optimizer and have its state, so this worker has none. The state "
-            "is in the "
-            f"run's checkpoints ([job] checkpoint_every); or use {LOCAL}"
-        )
+        raise _no_state("optimizer.state_dict()")
 
     def _no_new_state(self, optimizer: Optimizer, state: object) -> None:
         raise TaskError(
             "optimizer.load_state_dict(): the model servers run the optimizer and have its state. Resume the run from a checkpoint "
             f"of it (--resume); or use {LOCAL}"
         )
+
+
+class _NoState(defaultdict[Any, Any]):
+    """``optimizer.state`` where model servers have it: any use raises `TaskError`."""
+
+    def _used(self, *arguments: object, **keywords: object) -> Any:
+        raise _no_state("optimizer.state")
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __missing__ = __ior__ = _used
+    get = setdefault = pop = popitem = clear = update = copy = keys = values = items = __copy__ = __reduce__ = _used
+
+    def __bool__(self) -> bool:
+        return bool(self._used())
+
+
+def _no_state(what: str) -> TaskError:
+    return TaskError(
+        f"{what}: the model servers run the optimizer and have its state, so this worker has none. The state is in the run's "
+        f"checkpoints ([job] checkpoint_every); or use {LOCAL}"
+    )
 
 
 def _restored(kept: Tensor, now: Tensor) -> bool:

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from zmqtrain.train.task import Task
 
 
+#: The roles, with their runs' coordinators, as which this process has entered a run by `enter_world`.
+_entered: set[tuple[str, str]] = set()
+
+
 class OwnRun:
     """A run with its coordinator in this event loop. Made by `open_run`."""
 
@@ -162,6 +166,13 @@ async def enter_world() -> AsyncIterator[RoleContext]:
     """Enter the run that the environment names, or else a world of one worker in memory."""
     environment = RoleEnvironment.from_environ()
     if environment is not None:
+        role = (environment.peer, environment.coordinator)
+        if role in _entered:
+            raise UsageError(
+                f"this process has been {environment.peer} of the run already: a worker of a launched run has one session. Train "
+                "all that there is to train in it, or launch the script again for what comes afterwards"
+            )
+        _entered.add(role)
         async with enter_run(environment) as (context, _):
             yield context
         return

@@ -65,7 +65,7 @@ class Replicated:
         first_step: int,
         overlap: bool | None,
         served: bool,
-        weight: Callable[[], float],
+        weight: Callable[..., float],
         ended: Callable[[int, float, float], None],
         call_back: Callable[[], None],
         stops: Callable[[int], Coroutine[Any, Any, bool]],
@@ -76,7 +76,8 @@ class Replicated:
         """Make it after the exchange has started.
 
         ``overlap``: see `zmqtrain.embed.session.Session.replicate`. ``served``: model servers run the optimizer. ``weight()``: the
-        weight of this worker's gradient in its group; the group's weights add up to 1. ``ended(step, seconds, exposed_s)`` is
+        weight of this worker's gradient in its group; the group's weights add up to 1. ``weight(any_share=True)``: one that will be
+        divided out. ``ended(step, seconds, exposed_s)`` is
         called after each step, on the loop's thread; ``call_back()`` in the caller's. ``stops(step)``: whether the run must stop
         before this step; then ``stop()``,
         in the caller's thread, ends the session and raises, now and at any later call. ``wait`` waits for a coroutine in the
@@ -185,7 +186,7 @@ class Replicated:
         sums = self._wait(self.scope.sum_numbers(float(total.detach()), float(weight)), "the sum of weights")
         if not sums[1] > 0:
             raise TaskError(f"session.backward(total, weight): the weights of all workers add up to {sums[1]:g}")
-        share = self._weight()  # divided out, because the gradient is multiplied by it later
+        share = self._weight(any_share=True)  # divided out, because the gradient is multiplied by it later
         if self._divided is not None:  # workers with the same samples have all been counted
             share = self._divided.weight
             sums = [each / self._divided.rows for each in sums]
@@ -251,7 +252,13 @@ class Replicated:
                 )
             for parameter in replica.parameters:
                 parameter.grad = None
-        replica.divisor = 1.0 / weight if (weight := self._weight()) else float("inf")
+        divisor = 1.0 / weight if (weight := self._weight()) else float("inf")
+        if self._adding and divisor != replica.divisor:
+            raise TaskError(
+                "the backward passes of this step are of batches that the group has divided differently, and their gradients have "
+                "been added up: take the batches of a step from one session.batches()"
+            )
+        replica.divisor = divisor
         self._adding = True
         self._leaving = not self._only_adding and self.exchange.exchanges(self.step)
         replica.begin_backward(last=self._leaving)

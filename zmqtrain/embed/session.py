@@ -30,6 +30,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from zmqtrain.data.background import BackgroundThread
@@ -88,14 +89,21 @@ class Session(Place):
         self._core.clip_grad_value_(clip_value)
 
     def batches(
-        self, data: Any, epoch: int = 0, *, batch_size: int | None = None, shard: Shard | None = None, first: int | None = None
+        self,
+        data: Any,
+        epoch: int | None = None,
+        *,
+        batch_size: int | None = None,
+        shard: Shard | None = None,
+        first: int | None = None,
     ) -> Iterator[Any]:
         """This worker's batches of an epoch, as they are collated (tuples ``(input, ..., target)``, mappings, ...), on `device`.
 
         Args:
             data: a map-style dataset, a stream, or a `torch.utils.data.DataLoader` of either; `zmqtrain.data.source` says which
                 settings of a DataLoader are used.
-            epoch: the number of the epoch; each has its own order of samples, from the job's seed.
+            epoch: the number of the epoch; each has its own order of samples, from the job's seed. By default each call for the
+                same data is the next epoch; under ``torch.no_grad()``, for an evaluation, epochs are not counted.
             batch_size: samples of the whole group in a step; by default that of the DataLoader, or ``[compute] batch_size``.
             shard: as `zmqtrain.Task.shard`.
             first: the number of batches of the epoch to skip, if a loop continues in the middle of it; by default none. Not for
@@ -108,9 +116,10 @@ class Session(Place):
         that replaces a lost one in the middle of an epoch (see docs/sessions.md).
         """
         core = self._core
-        feed = self._wait(core.begin_batches(data, epoch, batch_size, shard, first), "batches()")
+        trains = torch.is_grad_enabled()
+        feed = self._wait(core.begin_batches(data, epoch, batch_size, shard, first, trains=trains), "batches()")
         try:
-            while (batch := self._wait(core.next_batch(feed), "the next batch")) is not None:
+            while (batch := self._wait(core.next_batch(feed, trains=torch.is_grad_enabled()), "the next batch")) is not None:
                 yield batch.inputs[0]
         finally:
             if not core.closed:  # else the generator was dropped late, and its loader is closed
@@ -185,13 +194,19 @@ class AsyncSession(Place):
         self._core.clip_grad_value_(clip_value)
 
     async def batches(
-        self, data: Any, epoch: int = 0, *, batch_size: int | None = None, shard: Shard | None = None, first: int | None = None
+        self,
+        data: Any,
+        epoch: int | None = None,
+        *,
+        batch_size: int | None = None,
+        shard: Shard | None = None,
+        first: int | None = None,
     ) -> AsyncIterator[Any]:
         """Like `Session.batches`."""
         core = self._core
-        feed = await core.begin_batches(data, epoch, batch_size, shard, first)
+        feed = await core.begin_batches(data, epoch, batch_size, shard, first, trains=torch.is_grad_enabled())
         try:
-            while (batch := await core.guard(core.next_batch(feed))) is not None:
+            while (batch := await core.guard(core.next_batch(feed, trains=torch.is_grad_enabled()))) is not None:
                 yield batch.inputs[0]
         finally:
             if not core.closed:

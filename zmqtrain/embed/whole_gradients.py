@@ -51,6 +51,7 @@ class WholeGradients:
         self._among = [scope.group, *(bucket.sharers(scope.group) for bucket in replica.buckets)]
         self._before: dict[str, Tensor | None] = {}  # the value of grad before this backward reached the parameter
         self._own: dict[str, Tensor] = {}  # this worker's part, not summed yet
+        self._factor = 1.0  # the weight of this worker's part
         self._has = torch.zeros(len(self._names))
         self.watch: Watch | None = None
         """Whether a watched gradient was used, if gradients are watched."""
@@ -74,6 +75,12 @@ class WholeGradients:
 
     def end_backward(self, factor: float, *, only_adding: bool) -> None:
         """Call this at the end of a backward. ``factor``: the weight of this worker's part."""
+        if self._own and factor != self._factor:
+            raise TaskError(
+                "the backward passes of this step are of batches that the group has divided differently, and their gradients have "
+                "been added up: take the batches within session.accumulating() from one session.batches()"
+            )
+        self._factor = factor
         named, before = self._replica.named, self._before
         self._before = {}
         arrived = False

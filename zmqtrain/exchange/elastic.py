@@ -24,7 +24,8 @@ from zmqtrain.data.slots import Life, Slot, SlotPlan
 from zmqtrain.data.teams import Team, first_teams
 from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError, ViewChangedError
 from zmqtrain.events import Recorder
-from zmqtrain.exchange.members import Change, Prepare, T, group_of, nearest_first
+from zmqtrain.exchange.groups import Groups
+from zmqtrain.exchange.members import Change, Prepare, T, nearest_first
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
@@ -112,7 +113,7 @@ class ElasticMembers:
         self._prepare: Prepare | None = None
         self._enter: Callable[[], Awaitable[bool]] | None = None
         self._viewed = asyncio.Event()
-        self._groups: dict[str, Group] = {}
+        self._groups = Groups(endpoint, timeouts.barrier_s)
         self._commits: Commits | None = None
         self.begins = 0
         """The step with whose parameters this worker has begun."""
@@ -131,9 +132,6 @@ class ElasticMembers:
     def _unit(self) -> Life:
         team = self.team()
         return self._life if team is None else team.unit
-
-    def takes_turns(self, step: int) -> bool:
-        return self.slots is not None and self._unit in self.slots.at(step).members
 
     def turn(self, step: int) -> Slot | None:
         if self.slots is None:
@@ -292,7 +290,7 @@ class ElasticMembers:
             # A worker that was lost and came back counts as another one: it joins at a later step.
             members = tuple(peer for peer, process in planned.items() if here.get(peer) == process)
             try:
-                result = await run(self._group(members, f"members/{since}/{len(planned) - len(members)}"))
+                result = await run(self._groups.of(members, f"members/{since}/{len(planned) - len(members)}"))
                 # Some members may have finished before the others noticed a loss: a result counts only if all have finished.
                 await self._all_have_finished(name, view, members, planned)
             except PeerLostError as error:
@@ -320,6 +318,7 @@ class ElasticMembers:
         if self._agreement is not None:
             self._agreement.cancel()
             await asyncio.wait({self._agreement})
+        self._groups.close()
 
     def _plan(self, step: int) -> tuple[int, Mapping[PeerId, int]]:
         return next(plan for plan in reversed(self._plans) if plan[0] <= step)
@@ -421,9 +420,3 @@ class ElasticMembers:
             except TimeoutError:
                 if not was_away and not self._membership.away:  # a coordinator that is away tells nobody who was lost
                     raise error from None
-
-    def _group(self, members: tuple[PeerId, ...], name: str) -> Group:
-        group = self._groups.get(name)
-        if group is None:
-            group = self._groups[name] = group_of(self._endpoint, members, name, self._timeouts.barrier_s)
-        return group

@@ -26,7 +26,7 @@ from zmqtrain.events import Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, Replica
 from zmqtrain.exchange.elastic import Decision, ElasticMembers
-from zmqtrain.exchange.members import group_of
+from zmqtrain.exchange.groups import Groups
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.waiting import abandoned
@@ -81,7 +81,7 @@ class ElasticSums:
         self._newest = -1
         self._holds = self._released = 0  # nothing is completed while they differ
         self._living: Mapping[PeerId, int] | None = None  # as of the last decision
-        self._groups: dict[str, Group] = {}
+        self._groups = Groups(endpoint, timeouts.barrier_s)
         self._decisions: asyncio.Queue[tuple[Decision, int]] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
@@ -114,6 +114,7 @@ class ElasticSums:
             await asyncio.wait({self._worker})
         if self._now is not None:
             await abandoned(_sums_of(self._now))
+        self._groups.close()
         self._arithmetic.close()
 
     # Called by the members, while they agree.
@@ -139,9 +140,7 @@ class ElasticSums:
         living = self._living
         members = tuple(peer for peer, process in planned.items() if living is None or living.get(peer) == process)
         name = f"sums/{self._members.since(step)}/{len(planned) - len(members)}"
-        if name not in self._groups:
-            self._groups[name] = group_of(self._endpoint, members, name, self._timeouts.barrier_s)
-        return members, self._groups[name]
+        return members, self._groups.of(members, name)
 
     def _attempt(self, now: _Step, bucket: Bucket) -> None:
         attempt = self._sum(now, now.group, bucket)
@@ -253,7 +252,7 @@ class ElasticSums:
         owner = self._last if has else self._now
         assert owner is not None
         assert owner.step == step, f"this worker has no sums of step {step}"
-        group = group_of(self._endpoint, members, f"sums/shared/{decision.version}", self._timeouts.barrier_s)
+        group = self._groups.of(members, f"sums/shared/{decision.version}")
         if not has:
             await self._take_back(owner)
         try:

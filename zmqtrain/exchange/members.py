@@ -58,10 +58,6 @@ class Members(Protocol):
         follows from the step alone."""
         ...
 
-    def takes_turns(self, step: int) -> bool:
-        """Whether this worker, or its present team, is one of those among whom the `slots` of ``step`` are divided."""
-        ...
-
     def team(self) -> Team | None:
         """This worker's team now, if there are `teams`."""
         ...
@@ -174,9 +170,6 @@ class FixedMembers:
 
     def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
         raise AssertionError("fixed members take the batches that follow from the step")
-
-    def takes_turns(self, step: int) -> bool:
-        return False
 
     @property
     def teams(self) -> tuple[Team, ...]:

@@ -138,6 +138,7 @@ class Tuning:
             if isinstance(trial, Done):
                 return trial
             runs.elapsed_s = sum(max(outcome.whole_s, outcome.seconds) for _, outcome in machine.trials)
+            self._event(name, "trial begins", trial.reason, trial.to_value())
             if not runs.shows(trial):
                 self._shown.begins(trial)
             try:

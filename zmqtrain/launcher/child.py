@@ -11,8 +11,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import numpy.random  # noqa: F401 - all workers use it: once, for all of them
 import torch
-import torch._dynamo  # takes over a second, which each role would otherwise spend on its first optimizer
 from setproctitle import setproctitle
 
 from zmqtrain.errors import ConnectivityError, HostLostError, UsageError
@@ -25,6 +25,9 @@ from zmqtrain.run.enter import enter_run
 from zmqtrain.run.report import report_of
 from zmqtrain.run.role import run_role
 from zmqtrain.train.device.memory_kept import keep_memory
+
+with suppress(ImportError):
+    import uvloop  # noqa: F401 - the same
 
 #: A script of the user's own and its arguments, as JSON, for workers that run one.
 SCRIPT = "ZMQTRAIN_SCRIPT"

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.engine import EngineRun, Gathered, Gathering, Handle
@@ -32,6 +32,9 @@ from zmqtrain.topology.links import NetworkModel, links_of
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.words import counted
+
+if TYPE_CHECKING:
+    from zmqtrain.launcher.prepared import Prepared
 
 ShapingKind: TypeAlias = Literal["auto", "namespaces", "paced"]
 KINDS: tuple[ShapingKind, ...] = get_args(ShapingKind)
@@ -75,9 +78,8 @@ class EmulatedEngine:
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
         variables = {**environ, **self.dilation.to_environ(), SHAPING: str(self.plan), HOST: self.address_of(host.name)}
-        if self.namespaces is not None:
-            command = self.namespaces.command(host.name, command)
-        return await self.local.start(host, command, variables)
+        network = None if self.namespaces is None else self.namespaces.namespace_of(host.name)
+        return await self.local.start(host, command, variables, network=network)
 
     async def stop(self, handle: Handle, grace: float) -> None:
         await self.local.stop(handle, grace)
@@ -103,8 +105,11 @@ class EmulatedEngine:
 
 
 @asynccontextmanager
-async def emulated(topology: Topology, placement: Placement, emulation: Emulation) -> AsyncIterator[tuple[EmulatedEngine, str]]:
+async def emulated(
+    topology: Topology, placement: Placement, emulation: Emulation, prepared: Prepared | None = None
+) -> AsyncIterator[tuple[EmulatedEngine, str]]:
     """Make the emulated network. Yields an engine for the run and a line for the user; the network is removed at the end.
+    ``prepared``: processes for the hosts.
 
     Raises `UsageError` if namespaces were asked for and are not available.
     """
@@ -124,20 +129,21 @@ async def emulated(topology: Topology, placement: Placement, emulation: Emulatio
             said.append(f"{factor:g} times slower than reported")
         if any(way.jitter or way.loss for way in (model.way, *model.ways.values())):
             said.append("jitter and loss are simulated only")
-        yield EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine()), "; ".join(said)
+        yield EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine(prepared=prepared)), "; ".join(said)
 
 
 class EmulatedHosts:
     """The file's hosts on this machine, behind a network like the file's. Implements `zmqtrain.launcher.engine.GatheringEngine`."""
 
-    def __init__(self, emulation: Emulation) -> None:
-        self._emulation, self._stack = emulation, AsyncExitStack()
+    def __init__(self, emulation: Emulation, prepared: Prepared | None = None) -> None:
+        """``prepared``: processes that wait to be needed."""
+        self._emulation, self._prepared, self._stack = emulation, prepared, AsyncExitStack()
         self._engine: EmulatedEngine | None = None  # set by `gather`
 
     async def gather(self, gathering: Gathering) -> Gathered:
         """Make the network. Raises `UsageError` if namespaces were asked for and are not available."""
         topology = gathering.topology
-        engine, said = await self._stack.enter_async_context(emulated(topology, place(topology), self._emulation))
+        engine, said = await self._stack.enter_async_context(emulated(topology, place(topology), self._emulation, self._prepared))
         self._engine = engine
         return Gathered(
             topology,
@@ -152,7 +158,7 @@ class EmulatedHosts:
     async def open(self, run: EngineRun) -> None:
         assert self._engine is not None
         if run.agents:
-            await self._stack.enter_async_context(self._engine.local.forking())
+            await self._stack.enter_async_context(self._engine.local.forking(run.script))
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
         assert self._engine is not None

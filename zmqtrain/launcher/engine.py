@@ -19,6 +19,8 @@ from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 
 GROUP = "zmqtrain.engines"
+#: The words of the command that starts an agent, after Python's own.
+AGENT = ("-m", "zmqtrain", "agent")
 #: The exit code of an agent of which only the end is known.
 UNKNOWN_EXIT = 255
 

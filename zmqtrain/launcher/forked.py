@@ -88,15 +88,19 @@ class ForkedProcesses:
         if self._region is not None:  # its slot there is its number among the host's roles
             slot = description.placement.of_host(role.host).index(role)
             environment = replace(environment, arena=self._region.path, slot=slot)
+        given = next((host.environment for host in description.topology.hosts if host.name == role.host), {})
+        # A role is forked, and does not read PYTHONPATH as it begins.
+        folders = [*description.topology.job.python_path, *given.get("PYTHONPATH", "").split(os.pathsep)]
         master = description.placement.workers[0].host
         address = next(host.address for host in description.topology.hosts if host.name == master)
         # MASTER_PORT is for torch.distributed in the user's script; zmqtrain does not listen there.
         port = 20_000 + int.from_bytes(environment.token.encode()[:2]) % 10_000
         variables = {
+            **given,
             **environment.to_environ(),
             **rank_variables(role, description.placement, address, port),
             "OMP_NUM_THREADS": str(role.threads),
-            "ZMQTRAIN_PYTHON_PATH": os.pathsep.join(description.topology.job.python_path),
+            "ZMQTRAIN_PYTHON_PATH": os.pathsep.join(filter(None, folders)),
         }
         if description.data_path is not None:
             variables["ZMQTRAIN_DATA"] = description.data_path

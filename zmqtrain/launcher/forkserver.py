@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import msgpack
 from setproctitle import getproctitle
@@ -32,8 +32,9 @@ from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
 
 #: An environment, a few KiB, is the largest message.
 LARGEST_MESSAGE = 1 << 20
-#: The function that children call by default.
-ENTRY = "zmqtrain.launcher.child:main"
+#: The function that children call by default, and if none of them runs a script.
+ENTRY = "zmqtrain.launcher.script_child:main"
+TASK_ENTRY = "zmqtrain.launcher.task_child:main"
 #: The variable that says where the channel is (`channel_at`) at whose other end a fork server is or will be.
 ADOPTED = "ZMQTRAIN_FORK_CHANNEL"
 #: Seconds that a server may take to end the processes that are left.
@@ -54,6 +55,11 @@ class Child:
         if not self.exited.done():
             with suppress(ProcessLookupError):  # its exit is known to the server, but not yet here
                 os.kill(self.pid, number)
+
+
+def entry_for(script: str | None) -> str:
+    """The entry for roles of a run whose workers run this script, or a task."""
+    return TASK_ENTRY if script is None else ENTRY
 
 
 class ForkServer:
@@ -183,7 +189,22 @@ class ForkServer:
         self._children.clear()
 
 
-async def ended_by_itself(process: asyncio.subprocess.Process, patience_s: float) -> None:
+class ServerProcess(Protocol):
+    """What this module needs of ``asyncio.subprocess.Process``, which others have, too."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+    def send_signal(self, signal: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+async def ended_by_itself(process: ServerProcess, patience_s: float) -> None:
     """Wait for the end of a server whose channel was closed, which first ends the processes below it; after ``patience_s`` seconds
     kill it."""
     with suppress(TimeoutError):

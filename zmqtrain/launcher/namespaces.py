@@ -73,10 +73,10 @@ class Namespaces:
 
     def command(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
         """The command with a prefix that runs it in the host's namespace (in the process that is started, not in a child of it)."""
-        return ("ip", "netns", "exec", self.namespace_of(host), *command)
+        return in_namespace(self.namespace_of(host), command)
 
     def namespace_of(self, host: str) -> str:
-        """The name of the host's namespace, for `enter_namespace`."""
+        """The name of the host's namespace, for `in_namespace` and `enter_namespace`."""
         return f"{self._name}-{self._numbers[host]}"
 
     async def open(self) -> None:
@@ -148,9 +148,19 @@ class Namespaces:
         raise NoNamespacesError("too many runs on this machine have namespaces already")
 
 
+def in_namespace(name: str, command: Sequence[str]) -> tuple[str, ...]:
+    """The command with a prefix that runs it in a namespace, by its name."""
+    return ("ip", "netns", "exec", name, *command)
+
+
+def open_namespace(name: str) -> int:
+    """The file of a namespace's network, for `enter_network`. The caller closes it. Raises `OSError`."""
+    return os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+
+
 def enter_namespace(name: str) -> None:
     """Move this thread, and those that it starts, into a namespace's network. Raises `OSError`."""
-    file = os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    file = open_namespace(name)
     try:
         enter_network(file, name)
     finally:

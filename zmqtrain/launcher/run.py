@@ -22,7 +22,7 @@ from zmqtrain.launcher.asked import LOOK, Asked
 from zmqtrain.launcher.continued import Leadership, NothingLeftError, port_taken
 from zmqtrain.launcher.detached import leave_terminal
 from zmqtrain.launcher.emulate import Emulation
-from zmqtrain.launcher.engine import UNKNOWN_EXIT, Engine, Gathered, Gathering
+from zmqtrain.launcher.engine import AGENT, UNKNOWN_EXIT, Engine, Gathered, Gathering
 from zmqtrain.launcher.fleet import Fleet, engine_for, gathered_hosts
 from zmqtrain.launcher.signals import wanted_on_sigterm
 from zmqtrain.membership.actions import Outcome
@@ -73,7 +73,7 @@ class Launch:
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
         self._timeouts = self._topology.job.timeouts
-        self._emulation, self._engine = emulation, engine if emulation is None else None
+        self._emulation, self._engine = emulation, engine
         self._sinks = FanOut() if sinks is None else sinks
         world: Literal["real", "emulated"] = "real" if emulation is None else "emulated"
         self._record = RunRecord(description, directory, view, world=world, sinks=self._sinks, lasting=leadership is not None)
@@ -179,7 +179,7 @@ class Launch:
                 asked = group.create_task(
                     self._asked.serve(partial(self._serve, self._assembly, fleet, endpoint.address)), name="what is asked"
                 )
-                await fleet.start((sys.executable, "-m", "zmqtrain", "agent"), "agent")
+                await fleet.start((sys.executable, *AGENT), "agent")
                 if leadership is not None and not leadership.continues:
                     leadership.started(engine, fleet.handles)
                 outcome = await self._watch(self._assembly.coordinator, running, fleet)
@@ -311,6 +311,12 @@ class Launch:
 
     def _ending(self, outcome: Outcome) -> Ending:
         ending = ending_of(outcome, stopped=self._record.stopped_at is not None, interrupted=bool(self._interrupts))
+        script = self._description.script
+        if script and outcome.status == "done" and self._assembly is not None and not self._assembly.coordinator.running.is_set():
+            self._record.note(
+                f"warning: {script[0]} made no session (zmqtrain.session() or zmqtrain.join()), so each worker ran it by itself, "
+                "and shared nothing through zmqtrain"
+            )
         return Ending("stopped", 0) if self._stopped and ending.status == "halted" else ending
 
 

@@ -28,6 +28,17 @@ def survive_closed_streams() -> None:
             setattr(sys, name, _lasting(number, stream))
 
 
+def plain_streams() -> None:
+    """Take back `survive_closed_streams`, in a fork: what is printed goes to the standard files at once, and fails where it cannot
+    be written, as in a new process without buffers (``PYTHONUNBUFFERED``)."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        before = getattr(sys, name)
+        raw = io.FileIO(number, "w", closefd=False)
+        stream = io.TextIOWrapper(raw, encoding=before.encoding, errors=before.errors, write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def _lasting(number: int, before: io.TextIOWrapper | None) -> io.TextIOWrapper:
     raw = _LastingFile(number, "w", closefd=False)
     if before is None:

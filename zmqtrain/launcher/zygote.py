@@ -31,6 +31,7 @@ from zmqtrain.launcher.forkserver import (
     END_S,
     ENTRY,
     LARGEST_MESSAGE,
+    ServerProcess,
     channel_at,
     ended_by_itself,
     fork_for_messages,
@@ -47,12 +48,13 @@ RUNNING = "ZMQTRAIN_ZYGOTE_CHANNEL"
 class Zygote:
     """The launcher's side. ``async with Zygote() as zygote: channel = zygote.channel()``."""
 
-    def __init__(self, entry: str = ENTRY) -> None:
-        """``entry``: the function that the fork servers' children call; its module is imported once.
+    def __init__(self, entry: str = ENTRY, *, forked: tuple[ServerProcess, socket.socket] | None = None) -> None:
+        """``entry``: the function that the fork servers' children call; its module is imported once. ``forked``: the process, if it
+        was forked already, and this side of its channel.
 
         Where the environment names a channel (`RUNNING`), it is used, and no process is started."""
-        self._entry = entry
-        self._process: asyncio.subprocess.Process | None = None
+        self._entry, self._forked = entry, forked
+        self._process: ServerProcess | None = None
         self._socket: socket.socket | None = None
         self._asked = False  # for a fork server
 
@@ -61,6 +63,9 @@ class Zygote:
         if running is not None:
             self._socket = channel_at(running)
             self._socket.set_inheritable(False)
+            return self
+        if self._forked is not None:
+            self._process, self._socket = self._forked
             return self
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -112,7 +117,12 @@ def main() -> None:
     die_with_parent(int(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     heed_no_preemption()
-    serve_launcher(requests, import_entry(sys.argv[2]))
+    be_zygote(requests, sys.argv[2])
+
+
+def be_zygote(requests: socket.socket, entry: str) -> None:
+    """Import what fork servers' children need, and `serve_launcher`."""
+    serve_launcher(requests, import_entry(entry))
 
 
 def serve_launcher(requests: socket.socket, entry: Callable[[int], int]) -> None:

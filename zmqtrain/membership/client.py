@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from zmqtrain.errors import ProtocolError
+from zmqtrain.membership.alike import Difference, Facts
 from zmqtrain.membership.touch import Touch, repeated
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId, Returned
@@ -141,6 +142,12 @@ class Membership:
     async def need_all(self, reason: str) -> None:
         """Say that this run cannot continue without any of its workers, although its topology allows it."""
         await self._ask("needs_all", reason)
+
+    async def alike(self, subject: str, host: str, facts: Facts) -> list[Difference]:
+        """Say what this process has of a subject, on its host. Returns in what it differs from the first process that did."""
+        told: Value = {what: list(items) for what, items in facts.items()}
+        answer = await self._ask("alike", subject, host, told)
+        return [Difference.from_value(each) for each in answer] if isinstance(answer, list) else []
 
     async def has_backup(self, shard: int, backup: PeerId) -> None:
         """Say that the server ``backup`` has an equal copy of the shard that this one serves. On return ``view`` shows it. Raises

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from zmqtrain.errors import PeerLostError, ProtocolError, SupersededError, ZmqTrainError
 from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Meet, Note, Outcome, Push, Refuse, Ticket
+from zmqtrain.membership.alike import Alike, facts_of
 from zmqtrain.membership.chains import Chains
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.journal import Journal, change
@@ -107,6 +108,7 @@ class Coordinator:
         self._pushers: dict[PeerId, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._answer: tuple[Value, Payload] = None, ValuePayload()  # the newest one: its value, and what was sent
+        self._alike = Alike()
         self._changed = asyncio.Event()
         self._moved = asyncio.Event()  # set at the next decision, and replaced
         if ledger is not None:
@@ -114,7 +116,7 @@ class Coordinator:
             if self._roster.state is State.FAILED:
                 self.failed.set()
             self._do(self._roster.met())
-        served = ("join", "again", "ready", "barrier", "agree", "needs_all", "backup", "heartbeat", "exited")
+        served = ("join", "again", "ready", "barrier", "agree", "needs_all", "alike", "backup", "heartbeat", "exited")
         for name in (*served, "report", "halt", "failed", "leave"):
             endpoint.serve(f"membership.{name}", getattr(self, f"_serve_{name}"))
         endpoint.on_superseded(self._give_way)
@@ -376,6 +378,12 @@ class Coordinator:
     async def _serve_needs_all(self, caller: PeerId, reason: Value) -> Value:
         self._do(self._roster.handle_needs_all(caller, str(reason)))
         return None
+
+    async def _serve_alike(self, caller: PeerId, subject: Value, host: Value, facts: Value) -> Value:
+        said = facts_of(facts)
+        if not isinstance(subject, str) or not isinstance(host, str) or said is None:
+            raise ProtocolError(f"{caller} says wrongly what it has")
+        return [difference.to_value() for difference in self._alike.compare(subject, caller, host, said)]
 
     async def _serve_backup(self, caller: PeerId, shard: Value, backup: Value) -> Value:
         if not isinstance(shard, int) or not isinstance(backup, str):

@@ -41,6 +41,7 @@ async def run_fc(context: RoleContext, *, task: Task | None = None) -> None:
 
         await _serve(context, ModelledExecutor.of(context), 0)
         return
+    from zmqtrain.train.alike import require_same_training
     from zmqtrain.train.device.make import device_of
 
     device = device_of(context, local_rank=role.local_rank)
@@ -52,6 +53,7 @@ async def run_fc(context: RoleContext, *, task: Task | None = None) -> None:
         if part is None and context.topology.job.weights is not None:
             weights = await fetch_part(context.endpoint, MODEL, timeout_s=timeout_s)
         executor = await device.run(lambda: _build(context, device, task, part, weights, fabric))
+        await require_same_training(context, "task", executor.facts)
         await _serve(context, executor, 0 if part is None else part.step)
     finally:
         if fabric is not None:

@@ -19,6 +19,7 @@ from zmqtrain.merged_fc.executor import BatchPart, ExecutorState, Trained
 from zmqtrain.merged_fc.gradients import GroupGradients
 from zmqtrain.merged_fc.layers import FcLayers
 from zmqtrain.merged_fc.queue import Applied, Turn
+from zmqtrain.train.alike import facts_of_loss
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
 from zmqtrain.train.metrics import Metrics
@@ -47,6 +48,8 @@ class TorchExecutor:
 
     def __init__(self, task: Task, layers: FcLayers, optimizer: Optimizer, device: Device, settings: ExecutorSettings) -> None:
         self._task, self._layers, self._phase, self._optimizer = task, layers, layers.module, optimizer
+        self.facts = facts_of_loss(task.loss)
+        """What it must have as the workers do."""
         self._device, self._settings = device, settings
         self._metrics = Metrics(task) if task.eval_data is not None else None
         self._base = describe_optimizer(optimizer).groups

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.bridge import Begun
 from zmqtrain.errors import UsageError
+from zmqtrain.events import Recorder
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.server_messages import differing
@@ -74,7 +75,7 @@ class MergedLayers:
         return MergedStep(replica, self._link, device, settings, changes_of(self._optimizer), self._recorder)
 
     def make_evaluation(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings) -> Evaluation:
-        return MergedEvaluation(task, replica, device, settings, self._link)
+        return MergedEvaluation(task, replica, device, settings, self._recorder, self._link)
 
     async def keep(self, step: int, *, save: bool) -> None:
         await self._client.keep(step, save=save)
@@ -106,11 +107,19 @@ def changes_of(optimizer: Optimizer) -> Hyperparameters:
 class MergedEvaluation(Evaluation):
     """Evaluates a worker's share of the data together with the FC server, which computes the metrics."""
 
-    def __init__(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings, link: FcLink) -> None:
-        super().__init__(task, replica, device, settings)
+    def __init__(
+        self,
+        task: Task,
+        replica: TorchReplica,
+        device: Device,
+        settings: EvaluationSettings,
+        recorder: Recorder,
+        link: FcLink,
+    ) -> None:
+        super().__init__(task, replica, device, settings, recorder)
         self._link = link
 
-    def _sums(self, batches: Iterator[Batch]) -> Sums:
+    def _sums(self, batches: Iterator[Batch], alone: bool) -> Sums:
         """The sums over this worker's batches. In the compute thread. While one batch is computed, the server has the previous
         one."""
         sums = self._metrics.zeros()

@@ -100,8 +100,9 @@ class Endpoint(Protocol):
         """Answer requests for ``method`` by ``await handler(caller, *args)``."""
         ...
 
-    def on_lost(self, callback: Callable[[PeerId, str], None]) -> None:
-        """Call ``callback(peer, reason)`` whenever a peer is lost, but not if it closes after it has finished."""
+    def on_lost(self, callback: Callable[[PeerId, str], None]) -> Callable[[], None]:
+        """Call ``callback(peer, reason)`` whenever a peer is lost, but not if it closes after it has finished. Returns a function
+        that ends this, for callers that live shorter than the endpoint."""
         ...
 
     def on_superseded(self, callback: Callable[[], None]) -> None:

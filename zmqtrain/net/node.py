@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.net import ending as endings
@@ -121,8 +122,14 @@ class Node:
     def serve(self, method: str, handler: Handler) -> None:
         self._desk.serve(method, handler)
 
-    def on_lost(self, callback: Callable[[PeerId, str], None]) -> None:
+    def on_lost(self, callback: Callable[[PeerId, str], None]) -> Callable[[], None]:
         self._callbacks.append(callback)
+
+        def end() -> None:
+            with suppress(ValueError):
+                self._callbacks.remove(callback)
+
+        return end
 
     def on_superseded(self, callback: Callable[[], None]) -> None:
         self._board.on_superseded = callback
@@ -247,7 +254,7 @@ class Node:
 
     def _tell_lost(self, peer: PeerId, ending: Ending) -> None:
         if ending.loss and self._closing is None:
-            for callback in self._callbacks:
+            for callback in list(self._callbacks):
                 try:
                     callback(peer, ending.reason)
                 except Exception as error:  # noqa: BLE001 - the other callbacks must run, too; the loop's handler reports it

@@ -38,7 +38,7 @@ class RunRecorder:
     """Implements `zmqtrain.events.Recorder`. Make it on the loop's thread; ``run()`` it as a task, and ``flush()`` at the end.
 
     Times in events are seconds since the epoch: the loop's clock plus an offset that is read once, so that they never go back.
-    Spans are kept for the first ``trace_steps`` steps that this recorder sees.
+    Spans are kept for the first ``trace_steps`` steps that this recorder sees; those of no step as long as these last.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class RunRecorder:
         self._offset = wall_s() - self._clock()
         self._trace_steps = trace_steps
         self._first_step: int | None = None
+        self._newest_step = 0
         self._lock = threading.Lock()
         self._waiting: list[dict[str, Any]] = []
         self._dropped: Counter[str] = Counter()
@@ -91,11 +92,11 @@ class RunRecorder:
         values: Mapping[str, EventValue] | None = None,
     ) -> None:
         if step is not None:
+            self._newest_step = max(self._newest_step, step)
             if self._first_step is None:
                 self._first_step = step
-            if not 0 <= step - self._first_step < self._trace_steps:
-                return
-        elif self._trace_steps == 0:
+        since = (self._newest_step if step is None else step) - (self._first_step or 0)
+        if not 0 <= since < self._trace_steps:
             return
         span = {"kind": "span", "time": start_s + self._offset, "step": step, "name": name, "category": category}
         self._add({**span, "seconds": end_s - start_s, "values": dict(values or {})})

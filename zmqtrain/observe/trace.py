@@ -17,10 +17,20 @@ class Trace:
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, dict[str, Any]]] = []
+        self._known: set[str] = set()
+        self._ended: set[str] = set()
 
     def add(self, peer: str, span: dict[str, Any]) -> None:
         """``span``: time and seconds, name, category, step, values."""
-        self._spans.append((peer, span))
+        if peer not in self._ended:
+            self._known.add(peer)
+            self._spans.append((peer, span))
+
+    def again(self, peer: str) -> None:
+        """There is another process of this role. Each begins with spans, and any number may follow one another in a long run: those
+        of the first one are kept."""
+        if peer in self._known:
+            self._ended.add(peer)
 
     def to_json(self) -> str:
         """Return the whole trace as JSON."""

@@ -103,6 +103,7 @@ class RunRecord:
         elif kind == "backup" and values.get("alone"):
             self._view.note(f"warning: {values['reason']}")
         elif kind == "join" and values.get("late"):
+            self._directory.trace.again(peer)
             came = {f"agent/{spare.host}" for spare in self._placement.spares} | {spare.peer for spare in self._placement.spares}
             self._view.note(f"{peer} has joined the run" if peer in came else f"{peer} is back")
         elif kind in ("failed", "halt") and not self.quiet:  # the reason is shown once, at the end, after all reports
@@ -235,9 +236,9 @@ class RunRecord:
         elif ending.error is not None:
             print(_failure_text(ending.error, None if directory.gone else directory.path), file=sys.stderr, flush=True)
         elif ending.status == "preempted":
-            self._view.note(f"preempted after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
+            self._view.note(f"preempted after step {self.stopped_at} ({seconds:.1f} s): {self._how_to_go_on()}")
         elif self.stopped_at is not None:
-            self._view.note(f"{ending.status} after {seconds:.1f} s, before step {self.stopped_at}: {self._how_to_go_on()}")
+            self._view.note(f"{ending.status} after step {self.stopped_at} ({seconds:.1f} s): {self._how_to_go_on()}")
         else:
             self._view.note(f"{ending.status} after {seconds:.1f} s{'' if directory.gone else f'; its files: {directory.path}'}")
         for line in [*model_lines(directory.path, self.summary.steps), *self._unwritten_lines()]:

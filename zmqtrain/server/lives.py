@@ -104,7 +104,7 @@ class Lives:
     async def rest(self, peer: PeerId, since: int) -> None:
         """The worker has trained all that there was for it when those began who train ``since`` then."""
         if since == self.since:  # otherwise it has more to train by now
-            await self._serving.rest(self.group_of(peer), since)
+            await self._serving.rest(self.group_of(peer))
 
     def finish(self, peer: PeerId, life: int | None) -> None:
         """The process needs this server no more."""

@@ -12,7 +12,7 @@ as a view of the members or another worker says so (`zmqtrain.exchange.server_ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zmqtrain.arena.arena import Arena
@@ -59,6 +59,7 @@ class ModelServer:
         self._lives: Lives | None = None
         """If workers may be lost, once it is serving: they must ask for it, too (a script's do not)."""
         self._seen = Seen(settings.workers)
+        self._view: View | None = None
         self._halted: PeerLostError | None = None
 
     @property
@@ -121,6 +122,9 @@ class ModelServer:
         if configuration.elastic is not None:
             self._lives = Lives(serving, configuration.groups, configuration.elastic)
             self._seen.add(self._lives.training)
+            for peer, life in [] if self._view is None else self._seen.gone(self._view, self._lives.training):
+                async with serving.lock:  # lost while this server got its values
+                    await self._lives.drop(peer, life)
         serving.begin()
         self._serving = serving
         self._began.set()
@@ -190,6 +194,7 @@ class ModelServer:
 
     def heed(self, view: View) -> None:
         """There is a new view of the members."""
+        self._view = view
         self._seen.note(view)
         if self._lives is not None and not self._done.done():
             for peer, life in self._seen.gone(view, self._lives.training):
@@ -225,7 +230,8 @@ class ModelServer:
 
     async def _begun(self) -> tuple[Serving, Lives]:
         await self._began.wait()
-        assert self._serving is not None
+        if self._serving is None:
+            raise PeerLostError(self._endpoint.peer, "it has served all that there was to train", waiting_for="its members")
         assert self._lives is not None, "workers that may not be lost never ask for changes"
         return self._serving, self._lives
 
@@ -239,7 +245,11 @@ class ModelServer:
             self._done.set_exception(self._halted)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
-        if self._lives is not None:
+        if self._lives is not None or (self._settings.elastic and peer not in self._givers()):
             return
         if peer in self._settings.workers and peer not in self._finished and not self._done.done():
             self._done.set_exception(PeerLostError(peer, reason, waiting_for="its gradients"))
+
+    def _givers(self) -> Sequence[PeerId]:
+        """The workers that configure this server and give it its first values."""
+        return self._configured.result().groups[0] if self._configured.done() else self._settings.workers[:1]

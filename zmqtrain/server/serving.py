@@ -190,9 +190,9 @@ class Serving:
         )
 
     def begin(self) -> None:
-        """Send every group the initial values."""
+        """Send every group that is there the initial values."""
         groups = len(self._configuration.groups)
-        for group in range(groups):
+        for group in self.lives if self._elastic else range(groups):
             for piece in self._shard.entries:
                 self.send_values(group, piece, initial_tag(piece), everybody=self._elastic)
         self._shard.sensors.watch(self._shard.entries.values(), groups)
@@ -246,9 +246,9 @@ class Serving:
                 self._recorder.audit("entered", group=group, step=step)
             await self._carry_out(partial(self.aggregator.enter, group, step), 0)
 
-    async def rest(self, group: int, since: int) -> None:
-        """The group has nothing to train for now, so the others do not wait for it. It may leave out the steps before ``since``."""
-        self._recorder.audit("rests", group=group, since=since)
+    async def rest(self, group: int) -> None:
+        """The group has nothing to train for now, so the others do not wait for it."""
+        self._recorder.audit("rests", group=group)
         await self._carry_out(partial(self.aggregator.rest, group), 0)
 
     # The end.

@@ -11,8 +11,7 @@ bound n    when it arrives                               once every group has pu
 A machine represents whatever is pushed together: a piece, or with snapshots a whole step of a group.
 
 Groups may `leave`: they train no more, or are lost. Others may `enter` at a step that everybody knows. A group that is done for now
-may `rest`: the others do not wait for it, until it pushes again or has to enter at a later step. If the members had changed just
-before it said so, it may leave out the steps up to that change.
+may `rest`: the others do not wait for it, until it pushes again or has to enter at a later step.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ class StalenessMachine:
         self._waiting: list[int] = []  # groups that have pushed and wait for an answer, in the order of their pushes
         self._resting: set[int] = set()
         self._begun: dict[int, int] = {}  # a group that was to enter while it rested -> the step before, which it may have begun
+        self._since: dict[int, list[int]] = {}  # a group -> where changes begin that it has not reached, with which it may go on
         self._entering: set[int] = set()  # of those that wait: they have not pushed yet
-        self._since = -1  # the step at which groups entered last
         self._coming: dict[int, int] = {}  # sync: groups that enter when all others have done the steps before this one
 
     @property
@@ -119,7 +118,7 @@ class StalenessMachine:
             "begun": [[group, step] for group, step in self._begun.items()],
             "entering": sorted(self._entering),
             "coming": [[group, step] for group, step in self._coming.items()],
-            "since": self._since,
+            "since": [[group, list(steps)] for group, steps in self._since.items()],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -128,7 +127,7 @@ class StalenessMachine:
         self._waiting = list(state["waiting"])
         self._resting, self._entering = set(state["resting"]), set(state["entering"])
         self._coming, self._begun = dict(state["coming"]), dict(state["begun"])
-        self._since = state["since"]
+        self._since = {group: list(steps) for group, steps in state["since"]}
 
     def expected(self, group: int) -> int:
         """The next step that the group has to push. Raises `UnknownGroupError`."""
@@ -148,11 +147,11 @@ class StalenessMachine:
     def check(self, group: int, step: int) -> None:
         """Raise the errors that `pushed` would raise, and change nothing."""
         expected = self.expected(group)
-        if step == self._begun.get(group) or (group in self._resting and expected < step <= self._since):
+        if step == self._begun.get(group):
             return
         if step < expected:
             raise DuplicatePushError(f"group {group} has already pushed step {step}; its next step is {expected}")
-        if step > expected:
+        if step > expected and step not in self._since.get(group, ()):
             raise OutOfOrderPushError(f"group {group} pushed step {step}, but its next step is {expected}")
 
     def pushed(self, group: int, step: int) -> Decision:
@@ -169,8 +168,9 @@ class StalenessMachine:
     def enter(self, group: int, step: int) -> Decision:
         """The group takes part from ``step`` on, which it must push next. No other group has pushed it yet, if all wait for each
         other. A group that already takes part stays as it is, but must not rest any more: its next step is this one, or first
-        the one that it has begun meanwhile."""
-        self._since = step
+        the one that it has begun meanwhile. One that did not rest goes on with its next step or, if it has no part in those before
+        it, with this one."""
+        self._since[group] = [*(since for since in self._since.get(group, ()) if since > self._clock.get(group, step)), step]
         if group in self._clock:
             if group in self._resting:
                 self._resting.discard(group)
@@ -201,6 +201,7 @@ class StalenessMachine:
         """The group trains no more: others stop waiting for it. Its pending gradient, if any, is still applied."""
         self._coming.pop(group, None)
         self._begun.pop(group, None)
+        self._since.pop(group, None)
         if group not in self._clock:
             return Decision()
         self._resting.discard(group)

@@ -58,6 +58,7 @@ class Auditor:
         self._gone: set[tuple[PeerId, int]] = set()  # server, group: the server no longer waits for the group
         self._resting: set[tuple[PeerId, int]] = set()  # those of them that may push again
         self._entered: dict[tuple[PeerId, int], int] = {}  # the first step of a group that came late
+        self._entries: set[tuple[PeerId, int, int]] = set()  # all of these: a push may count after its group was lost and is back
         self._steps: Counter[tuple[PeerId, int]] = Counter()
         self._samples: Counter[int] = Counter()
         self._lost: dict[PeerId, None] = {}  # workers without which an elastic run continued, at least for a while
@@ -125,7 +126,6 @@ class Auditor:
             self._gone.add((peer, int(cast(int, values["group"]))))
             if what == "rests":
                 self._resting.add((peer, int(cast(int, values["group"]))))
-                self._entered[peer, int(cast(int, values["group"]))] = int(cast(int, values["since"]))
         elif what == "entered":
             self._hear_entered(peer, int(cast(int, values["group"])), int(cast(int, values["step"])))
         elif what == "values":
@@ -149,12 +149,15 @@ class Auditor:
             marked |= {(other, group) for server, group in marked if server == copy}
         self._applied -= {key for key in self._applied if key[0] == other}
         self._applied |= {(other, *key[1:]) for key in self._applied if key[0] == copy}
+        self._entries -= {key for key in self._entries if key[0] == other}
+        self._entries |= {(other, *key[1:]) for key in self._entries if key[0] == copy}
 
     def _hear_entered(self, server: PeerId, group: int, step: int) -> None:
         """A group trains from ``step`` on, unless it was there before."""
         if (server, group) in self._gone:
             self._resting.add((server, group))
             self._entered[server, group] = step
+            self._entries.add((server, group, step))
 
     def _hear_read(self, peer: PeerId, piece: int, step: int, version: int) -> None:
         """A worker has the answer to its push of the step before."""
@@ -178,8 +181,7 @@ class Auditor:
             if key in self._applied:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} twice")
             self._applied.add(key)
-            entered = self._entered.get((server, group), -1)
-            if step == entered or ((server, group) in self._resting and counts[group] < step < entered):
+            if (server, int(group), int(step)) in self._entries or self._had_no_part(int(group), counts[group], int(step)):
                 counts[group] = step
             if step != counts[group]:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} after only {counts[group]} of its steps")
@@ -191,6 +193,11 @@ class Auditor:
                     if other == server:
                         others[group] = max(others[group], self._entered.get((server, group), 0))
         self._check_staleness(server, piece, counts, values)
+
+    def _had_no_part(self, group: int, first: int, until: int) -> bool:
+        """Whether the group took no batch in the steps from ``first`` up to ``until``, of which there is at least one."""
+        slots = self._slots
+        return slots is not None and first < until and not any(slots.took(group, step) for step in range(first, until))
 
     def _check_staleness(self, server: PeerId, piece: int, counts: Sequence[int], values: Mapping[str, Any]) -> None:
         exchange = self._topology.exchange

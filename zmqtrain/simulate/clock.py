@@ -71,7 +71,8 @@ class _Handle:
 
     def cancel(self) -> None:
         self._cancelled = True
-        self._callback, self._args = None, ()  # cancelled timers stay in the queue for long; free what they would call
+        # Cancelled timers stay in the queue for long: free what they would call, and the process in which they would.
+        self._callback, self._args, self._context, self.process = None, (), _NO_PROCESS, None
 
     def cancelled(self) -> bool:
         return self._cancelled

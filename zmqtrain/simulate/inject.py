@@ -143,7 +143,7 @@ class Injector:
             life = be_host(self._plan, host)
             # The run may refuse it, which is no failure of the run.
             life.add_done_callback(lambda task: task.cancelled() or task.exception())
-            self.agents.append(life)
+            self.agents = [*(each for each in self.agents if not each.done()), life]
 
     async def _start_again(self, peer: PeerId) -> None:
         """Start another process with the same name: the agent does it, if the run needs the role. Otherwise it is started from

@@ -40,7 +40,8 @@ class SimulatedNetwork:
         self._ways: dict[tuple[str, str], tuple[Way, tuple[Resource, ...]]] = {}
         self._cut: dict[tuple[str, str], int] = {}  # (from host, to host) -> the number of partitions between them
         self._absent: dict[PeerId, float] = {}  # peers that answer nothing now (paused), and since when
-        self._interest: dict[PeerId, dict[SimulatedTransport, None]] = {}  # peer -> all that have ever connected to it
+        self._interest: dict[PeerId, dict[SimulatedTransport, None]] = {}  # peer -> all that have connected to it, and are there
+        self._sought: dict[SimulatedTransport, set[PeerId]] = {}  # the same by who has connected
         self._corrupt: list[tuple[PeerId, PeerId | None]] = []
         self._balancing = False
 
@@ -110,12 +111,15 @@ class SimulatedNetwork:
             other.look_for(transport.peer)
 
     def connects(self, transport: SimulatedTransport, destination: PeerId) -> None:
-        """The transport wants to be told about this peer."""
+        """The transport wants to be told about this peer, until it leaves."""
         self._interest.setdefault(destination, {})[transport] = None
+        self._sought.setdefault(transport, set()).add(destination)
 
     def leave(self, transport: SimulatedTransport, *, silent: bool) -> None:
         if self._transports.get(transport.peer) is transport:
             del self._transports[transport.peer]
+            for destination in self._sought.pop(transport, ()):
+                del self._interest[destination][transport]
             for other in list(self._interest.get(transport.peer, ())):
                 if silent:
                     other.review()

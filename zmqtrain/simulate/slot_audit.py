@@ -42,6 +42,10 @@ class SlotAudit:
         self.total: int | None = None
         """The number of slots that must count in the end, if that is known."""
 
+    def took(self, group: int, step: int) -> bool:
+        """Whether the group's worker took a batch at this step."""
+        return (group, step) in self._taken
+
     def hear(self, peer: PeerId, what: str, values: Mapping[str, Any]) -> None:
         """A role states a fact."""
         if what == "takes":

@@ -116,7 +116,10 @@ class Host(Section):
         "in which you launch or, with `[engine] sync`, the copy of that folder.",
     )
     environment: Annotated[dict[str, str], AfterValidator(_variables)] = Field(
-        default_factory=dict, description="Environment variables for all processes on this host."
+        default_factory=dict,
+        description="Environment variables for all processes on this host. If it is a set of processes on this machine, for its "
+        "workers and servers, which begin after torch is imported: what torch or the loader of programs reads (such as "
+        "OMP_PROC_BIND or LD_PRELOAD) must be set for `zmqtrain launch` itself.",
     )
     ssh: SshLogin = Field(default_factory=SshLogin, description='How to log in to the host, for `[engine] kind = "ssh"`.')
 

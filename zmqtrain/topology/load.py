@@ -38,6 +38,8 @@ def parse_topology(text: str, *, file: str = "topology", name: str = "job") -> T
         match = _LINE.search(str(error))
         line = int(match[1]) if match else max(1, text.count("\n") + (not text.endswith("\n")))
         message = _LINE.sub("", str(error)).replace("(at end of document)", "at the end of the file").strip()
+        if message == "Invalid value":  # of a text without quotes, mostly
+            message += ' (texts stand in quotes, like "task.py:task"; the other values are numbers, true, false and lists)'
         if file.endswith(".py"):
             message += ". The first file must be a topology file; a script comes after it"
         raise TopologyFaultsError([FileFault(file, "", line, f"is not valid TOML: {message}")]) from error
@@ -60,6 +62,12 @@ def job_name(stem: str) -> str:
     return name or "job"
 
 
+def _what_to_give(file: FilePath) -> str:
+    if ".py:" in file.name:
+        return f'give the path of a topology file, with task = "{file}" in its [job]'
+    return "give the path of a topology file"
+
+
 def _read(file: FilePath) -> str:
     try:
         if file.stat().st_size > LARGEST_FILE:
@@ -68,7 +76,7 @@ def _read(file: FilePath) -> str:
             )
         return file.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
     except FileNotFoundError as error:
-        raise TopologyFaultsError([FileFault(str(file), "", None, "does not exist: give the path of a topology file")]) from error
+        raise TopologyFaultsError([FileFault(str(file), "", None, f"does not exist: {_what_to_give(file)}")]) from error
     except UnicodeDecodeError as error:
         line = file.read_bytes()[: error.start].count(b"\n") + 1
         raise TopologyFaultsError([FileFault(str(file), "", line, "is not UTF-8 text, so it cannot be a topology file")]) from error

@@ -17,6 +17,7 @@ from zmqtrain.data.batch import Batch, batch_of
 from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import even_bounds
 from zmqtrain.errors import UsageError
+from zmqtrain.events import Recorder
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import share_of_model
@@ -26,6 +27,11 @@ from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.step import Precision, autocast
 from zmqtrain.train.task import Task, user_code
 from zmqtrain.wire.tensor import TensorPayload
+
+LEFT_OUT = (
+    "{name} is left out, because it is not a mean over samples: evaluations are divided over workers and batches, and the mean of "
+    "the parts' values would be another figure. Let the loss or the metric return a mean, or the pair (sum, weight)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +46,14 @@ class EvaluationSettings:
 class Evaluation:
     """Evaluates the replica's model on the task's ``eval_data``, or on a worker's share of it."""
 
-    def __init__(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings) -> None:
+    def __init__(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings, recorder: Recorder) -> None:
         source = task.evaluating()
         assert source is not None
         self._data = EvaluationData(source, Finish(partial(batch_of, forward=task.forward), channels_last=settings.channels_last))
         self._metrics = Metrics(task)
         self._replica, self._device, self._settings = replica, device, settings
+        self._recorder = recorder
+        self._left_out: set[str] = set()
 
     async def run(self, group: Group, tag: str) -> dict[str, float]:
         """Evaluate the model. Every member of ``group`` calls it, with equal parameters; all get the same result, by metric.
@@ -53,6 +61,7 @@ class Evaluation:
         Statistics that layers keep (batch norm) differ between workers, so those of the group's first member are used.
         """
         model = self._replica.model
+        alone = group.size == 1 and self._data.single(self._settings.batch_size)
         # A divided model's statistics are divided like its parameters, and equal within a group.
         alike = group if not isinstance(model, ParallelModel) else same_position(model, group)
         async with first_buffers(model, alike, tag):
@@ -60,17 +69,25 @@ class Evaluation:
                 sums = await self._device.run(lambda: self._divided_sums(model, group))
             else:
                 sums = await self._device.run(
-                    lambda: self._sums(self._data.share(group.size, group.rank, self._settings.batch_size))
+                    lambda: self._sums(self._data.share(group.size, group.rank, self._settings.batch_size), alone)
                 )
         await all_reduce(group, TensorPayload.of(sums), (tag, "sums"))
+        if group.rank == 0:
+            self._say_what_is_left_out(sums)
         return self._metrics.means(sums)
 
-    def _sums(self, batches: Iterator[Batch]) -> Sums:
-        """The sums over this worker's batches. In the compute thread."""
+    def _say_what_is_left_out(self, sums: Sums) -> None:
+        for name in self._metrics.left_out(sums):
+            if name not in self._left_out:
+                self._left_out.add(name)
+                self._recorder.event("warning", text=LEFT_OUT.format(name=name))
+
+    def _sums(self, batches: Iterator[Batch], alone: bool) -> Sums:
+        """The sums over this worker's batches; ``alone``: there is but one in all. In the compute thread."""
         sums = self._metrics.zeros()
         with self._evaluating():
             for batch, output in self._outputs(batches):
-                self._metrics.add(sums, output, batch.target, batch.samples)
+                self._metrics.add(sums, output, batch.target, batch.samples, alone=alone)
         return sums
 
     def _divided_sums(self, model: ParallelModel, group: Group) -> Sums:

@@ -30,6 +30,10 @@ class EvaluationData:
         """The number of samples. Raises `UsageError` for a stream."""
         return self._source.samples if self._source.stream else len(self._order)
 
+    def single(self, batch_size: int) -> bool:
+        """Whether all samples are one batch; of a stream this is not known."""
+        return not self._source.stream and len(self._order) <= batch_size
+
     def batch(self, first: int, last: int) -> Batch:
         """The samples from ``first`` up to, but not including, ``last``."""
         return self._fetch(self._order[first:last])

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from zmqtrain.train.compiler import once_there
+
 
 class OwnHook:
     """Calls ``function``. A copy of the hook does nothing, since a copy of the model does not belong to a replica."""
@@ -30,6 +32,13 @@ class OwnHook:
         return (OwnHook, ())
 
 
-@torch.compiler.disable(reason="zmqtrain waits here for parameters")  # type: ignore[no-untyped-call, untyped-decorator]
 def _uncompiled(hook: OwnHook, *arguments: Any) -> Any:
     return hook._call(*arguments)
+
+
+def _mark() -> None:
+    global _uncompiled
+    _uncompiled = torch.compiler.disable(_uncompiled, reason="zmqtrain waits here for parameters")  # type: ignore[no-untyped-call]
+
+
+once_there(_mark)

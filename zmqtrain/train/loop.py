@@ -73,6 +73,7 @@ class TrainLoop:
             step=lambda: self.step,
             quiet=self._quiet,
             state_mean=work.state_mean,
+            begin_alike=work.begin_alike,
         )
         self._rebalance = Rebalance.of(context, work.shares)
         self.halted = False
@@ -122,7 +123,7 @@ class TrainLoop:
         while True:
             passes = False
             if members.slots is not None:
-                await self._leave_out()
+                await members.settled()
                 since = members.slots.eras[-1].since
                 # It may have a part in later steps, because of a change.
                 while not members.teams and members.slot(self.step) is None and self.step < since:
@@ -158,24 +159,12 @@ class TrainLoop:
                     return Outcome.ABANDONED
             await work.call_back()
             done = self.step
+            await work.compare(done, first)
             if job.eval_every and done % job.eval_every == 0 and done != self._steps():
                 reached = await self._evaluate_between(done) and await stop_point.end()
                 await work.call_back()
                 if reached:
                     return Outcome.REACHED
-
-    async def _leave_out(self) -> None:
-        """If there is nothing for this worker before a change of the members: let nobody wait for it until then."""
-        members, told = self._members, None
-        await members.settled()
-        assert members.slots is not None
-        while (era := members.slots.eras[-1]) is not told and self.step < era.since and members.takes_turns(self.step):
-            if members.slot(self.step) is not None:
-                return
-            told = era
-            await self.exchange.settle()
-            await self.exchange.leave()
-            await members.settled()
 
     def _more(self) -> bool:
         """Whether a change of the members has left this worker something to train."""
@@ -269,8 +258,9 @@ class TrainLoop:
         sender = self._context.placement.role(first)
         if not self.work.keeps or sender.group != self._context.role.group:
             return None
-        # With means, the parameters change back before the state is sent.
-        state = await self.work.model_state(step, copied=self.exchange.averaged, to=sender.position)
+        # With means, or where one of a team has read the model alone, the parameters change back before the state is sent.
+        copied = self.exchange.averaged or bool(self._members.teams)
+        state = await self.work.model_state(step, copied=copied, to=sender.position)
         return state if first == self._endpoint.peer else None
 
     async def _send_model(self, step: int, state: ModelState | None, *, alone: bool) -> None:
@@ -432,7 +422,9 @@ class TrainLoop:
         else:
             checkpoint = work.keeps and step > 0 and bool(job.checkpoint_every)
             await self._have_servers_keep(step, save=checkpoint, last=True)
-            state = await members.together("last", step, self._last)
+            # Also of those who have come when there was nothing left to train.
+            members_since = step if members.slots is None else max(step, members.slots.eras[-1].since + 1)
+            state = await members.together("last", members_since, self._last)
             if step > 0:
                 await self._send_model(step, state, alone=not checkpoint)
             if checkpoint:

@@ -1,7 +1,13 @@
-"""What an evaluation measures, as sums that workers can add up."""
+"""What an evaluation measures, as sums that workers can add up.
+
+A metric is the mean of its values for batches, weighted by their samples, so it must be a mean itself: a sum, a root of a mean or
+an F1 score would depend on how the samples are divided. The first batches show which metrics are none. These get NaN as their
+number of samples, on whichever worker it is seen, and are left out by all.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +17,17 @@ import torch
 from torch import Tensor
 
 from zmqtrain.train.task import Measure, Task, user_code
-from zmqtrain.train.weighting import ignores, parted, require_none_ignored, taken_apart
+from zmqtrain.train.weighting import (
+    LOSSES_TRIED,
+    ignored_by_model,
+    ignores,
+    of_model,
+    parted,
+    require_none_ignored,
+    rows_counted,
+    taken_apart,
+    tried_on_halves,
+)
 
 Sums = npt.NDArray[np.float64]
 
@@ -28,6 +44,8 @@ class Metrics:
         measures = {"loss": task.loss, **(task.metrics or {})}
         self._measures: Mapping[str, Measure] = {name: taken_apart(measure) for name, measure in measures.items()}
         self._plain = {name for name, measure in self._measures.items() if ignores(measure)}
+        self._tries = LOSSES_TRIED  # batches
+        self._no_means: set[str] = set()  # seen here
         self._guess = task.metrics is None  # use accuracy if the targets turn out to be classes
         self.names: Sequence[str] = [f"eval_{name}" for name in self._measures] + (["eval_accuracy"] if self._guess else [])
 
@@ -35,23 +53,43 @@ class Metrics:
         """Zero sums: pairs of (sum, samples), flat; sums of several workers can be added."""
         return np.zeros(2 * len(self.names))
 
-    def add(self, sums: Sums, output: Any, target: Any, samples: int) -> None:
-        """Add a batch of ``samples`` samples to ``sums``."""
+    def add(self, sums: Sums, output: Any, target: Any, samples: int, *, alone: bool = False) -> None:
+        """Add a batch of ``samples`` samples to ``sums``. ``alone``: there is no other batch, so its values need not be means."""
+        tries = self._tries > 0 and not alone
+        self._tries -= tries
         for place, (name, measure) in enumerate(self._measures.items()):
             if name in self._plain:
                 require_none_ignored(target)
             with user_code(f"the metric {name!r}(output, target)"):
                 value = measure(output, target)
                 pair = parted(value)
-                of = (float(value) * samples, samples) if pair is None else (float(pair[0]), float(pair[1]))
+                count = rows_counted(target, samples)
+                if pair is not None:
+                    of = float(pair[0]), float(pair[1])
+                else:
+                    if not alone and (tries or count != samples) and not _is_mean(measure, output, target, count, samples, value):
+                        self._no_means.add(name)
+                    of = float(value) * count, math.nan if name in self._no_means else count
             sums[2 * place : 2 * place + 2] += of
         if self._guess and _are_classes(output, target):
-            sums[-2:] += float(accuracy(output, target)) * samples, samples
+            sums[-2:] += float(accuracy(output, target)) * len(target), len(target)
 
     def means(self, sums: Sums) -> dict[str, float]:
         """The metrics that apply, by name."""
         pairs = zip(self.names, sums.reshape(-1, 2), strict=True)
-        return {name: float(total / samples) for name, (total, samples) in pairs if samples}
+        return {name: float(total / samples) for name, (total, samples) in pairs if samples and not math.isnan(samples)}
+
+    def left_out(self, sums: Sums) -> list[str]:
+        """The names of those that are no means."""
+        return [name for name, samples in zip(self.names, sums[1::2].tolist(), strict=True) if math.isnan(samples)]
+
+
+def _is_mean(measure: Measure, output: Any, target: Any, count: int, samples: int, value: Any) -> bool:
+    """Whether the value of a batch with ``count`` rows is their mean, as far as that can be seen."""
+    found = tried_on_halves(measure, output, target, count, value) if count > 1 else None
+    if (of_model(value, output) or (found is not None and found.alike)) and ignored_by_model(target) is not None:
+        return False
+    return count == samples if found is None else found.mean
 
 
 def _are_classes(output: Any, target: Any) -> bool:

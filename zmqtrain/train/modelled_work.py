@@ -83,6 +83,12 @@ class ModelledWork:
     def lr(self) -> None:
         return None
 
+    async def begin_alike(self, group: Group, restored: bool) -> None:
+        return None
+
+    async def compare(self, done: int, first: int) -> None:
+        return None
+
     async def call_back(self) -> None:
         return None
 

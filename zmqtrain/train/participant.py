@@ -37,14 +37,18 @@ class Participant:
         step: Callable[[], int],
         quiet: Callable[[], Awaitable[None]],
         state_mean: Callable[[Group], None] | None = None,
+        begin_alike: Callable[[Group, bool], Awaitable[None]] | None = None,
     ) -> None:
         """
         Args:
             step: returns how many steps this worker has trained.
             quiet: waits until the parameters of all buckets have arrived and nothing is being computed.
+            begin_alike: called at the beginning with all workers, to have what the exchange does not send from the first one; and
+                whether the run resumes a checkpoint.
             state_mean: called at the end while the replica holds the model of groups that differ, for an auditor.
         """
         self._replica, self._step, self._quiet, self._state_mean = replica, step, quiet, state_mean
+        self._begin_alike = begin_alike
         self.exchange, self.members = exchange, members
         role, timeouts = context.role, context.timeouts
         self._role = role
@@ -68,6 +72,8 @@ class Participant:
         Returns the first step: 0, or that of the checkpoint, or, on a worker that replaces a lost one, the step that the others are
         about to train."""
         joined = await self.exchange.start(self._replica, restored=restored is not None)
+        if (alike := self._begin_alike) is not None and not self.members.late:
+            await self.members.together("begin alike", 0, lambda group: alike(group, restored is not None))
         return restored or joined or 0
 
     def staleness(self) -> dict[str, EventValue]:

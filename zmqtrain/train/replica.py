@@ -308,17 +308,21 @@ class TorchReplica:
             self.memory.fetch(index)
         self.memory.synchronize()
 
+    def untrained(self, *, buffers: bool) -> dict[str, Tensor]:
+        """What of the model is in no bucket: parameters that are not trained, and its ``buffers``."""
+        tensors = {f"frozen/{name}": each.detach() for name, each in self.model.named_parameters() if name not in self.named}
+        return tensors | ({f"buffer/{name}": buffer for name, buffer in self.model.named_buffers()} if buffers else {})
+
     def _beside(self) -> dict[str, Payload]:
         self.take_all()
-        buffers = {f"buffer/{name}": buffer for name, buffer in self.model.named_buffers()}
-        tensors = optimizer_state(self.model, self.optimizer) | buffers
+        tensors = optimizer_state(self.model, self.optimizer) | self.untrained(buffers=True)
         return {name: TensorPayload.of(tensor.detach().cpu().clone().contiguous()) for name, tensor in tensors.items()}
 
     def _take_beside(self, received: Mapping[str, Payload]) -> None:
         tensors = {name: payload.tensor for name, payload in received.items() if isinstance(payload, TensorPayload)}
         with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(tensors.pop(f"buffer/{name}"))
+            for name, tensor in self.untrained(buffers=True).items():
+                tensor.copy_(tensors.pop(name))
         load_optimizer_state(self.model, self.optimizer, tensors)
 
     def missing(self) -> list[str]:

@@ -16,10 +16,23 @@ from zmqtrain.events import Recorder
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import share_of_model
 from zmqtrain.train.losses import Losses
+from zmqtrain.train.own_samples import require_unchanged, versions_of
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.task import Measure, user_code
 from zmqtrain.train.unreached import unreached_warning
-from zmqtrain.train.weighting import LOSSES_TRIED, WeightSums, ignores, mean_of, parted, require_mean, require_none_ignored
+from zmqtrain.train.weighting import (
+    LOSSES_TRIED,
+    WeightSums,
+    ignores,
+    mean_of,
+    of_model,
+    parted,
+    require_all_rows,
+    require_mean,
+    require_mean_of_model,
+    require_none_ignored,
+    require_none_ignored_by_model,
+)
 from zmqtrain.train.work import StepResult
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -37,6 +50,8 @@ class StepSettings:
     accumulate: int = 1
     precision: Precision = "float32"
     on_nan: Literal["stop", "continue"] = "stop"
+    shared: bool = False
+    """Whether parameters must be the same on several processes, so that a forward may not change them."""
     blind: str = ""
     """Why gradients cannot show that no backward has reached a parameter, in words; empty if they can."""
 
@@ -71,7 +86,10 @@ class TrainStep:
         self._weighted = False
         divides = (weights is not None and weights.shared) or settings.accumulate > 1
         self._looks = ignores(loss) and divides
-        self._tries = LOSSES_TRIED if divides and weights is not None else 0
+        self._models = False  # the model computes the loss
+        self._watches = settings.shared  # the first forward
+        self._divides = divides and weights is not None
+        self._tries = LOSSES_TRIED if self._divides else 0
         self._looked = settings.rank != 0 or not settings.blind  # whether unreached parameters have been checked
         self._losses = Losses(device.staging, settings.rank, settings.accumulate, stop=settings.on_nan == "stop")
 
@@ -132,8 +150,12 @@ class TrainStep:
 
     def _look(self, step: int, batch: Batch) -> None:
         """Check for targets that the loss leaves out: always if that needs no synchronization, otherwise in the first steps."""
-        if self._looks and isinstance(batch.target, Tensor) and (batch.target.device.type == "cpu" or step < STEPS_LOOKED_AT):
+        if self._device.type != "cpu" and step >= STEPS_LOOKED_AT:
+            return
+        if self._looks:
             require_none_ignored(batch.target)
+        if self._models:
+            require_none_ignored_by_model(batch.target)
 
     def _weigh(self, step: int, scale: float, hand_over: bool) -> None:
         """All weights of the step are known: gradients, which are those of sums so far, are divided by them when handed over."""
@@ -146,17 +168,20 @@ class TrainStep:
     def _forward(self, part: Batch) -> tuple[Tensor, Tensor, int, int]:
         """The mean loss; the value from which backward starts, and its factor; and the number of samples."""
         with autocast(self._device, self._settings.precision):
+            before = versions_of(self._replica.model) if self._watches else {}
             with user_code("the model's forward"), self._replica.forward():
                 output = part.output(self._replica.model)
+            if self._watches:  # later on, parameters change as they arrive
+                self._watches = False
+                require_unchanged(self._replica.model, before)
             part = self._share.of_output(part)
             if not part.samples:
                 nothing = output.sum() * 0.0
                 return nothing, nothing, 0, 0  # other workers of the group have all samples, and wait for this worker's backward
             with user_code("Task.loss(output, target)"):
                 loss = self._share.loss(self._loss, output, part.target)
-                if self._tries and part.samples > 1 and isinstance(loss, Tensor) and loss.numel() == 1:
-                    self._tries -= 1
-                    require_mean(self._loss, output, part.target, part.samples, loss.detach())
+                if self._divides and isinstance(loss, Tensor):
+                    self._try(part, output, loss)
         if (pair := parted(loss)) is not None and pair[0].requires_grad:
             total, weight = pair
             self._weighted, self._weight = True, self._weight + float(weight)
@@ -167,6 +192,17 @@ class TrainStep:
                 "that depends on the model's parameters, or the pair (sum, weight)"
             )
         return loss, loss, part.samples, part.samples
+
+    def _try(self, part: Batch, output: Any, loss: Tensor) -> None:
+        """Refuse a loss that is not a mean over samples."""
+        require_all_rows(part.target, part.samples)
+        if not self._models and of_model(loss, output):
+            self._models = True
+            require_none_ignored_by_model(part.target)
+        if self._tries and part.samples > 1 and loss.numel() == 1:
+            self._tries -= 1
+            if self._models or not require_mean(self._loss, output, part.target, part.samples, loss.detach()):
+                require_mean_of_model(self._loss, part, self._replica.model)
 
 
 def _describe(loss: Callable[..., Any] | object) -> str:

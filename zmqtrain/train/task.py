@@ -42,7 +42,8 @@ class Task:
     """A model, its data and how it learns. Every worker builds its own from the same function, with the same seed."""
 
     model: Callable[[], nn.Module]
-    """Builds the model. Called once on each worker, with the same seed on all."""
+    """Builds the model. Called once on each worker, with the same seed on all. Steps are computed in training mode, evaluations in
+    evaluation mode; a module whose ``train(mode)`` keeps it in evaluation mode stays there."""
     loss: Measure
     """``loss(output, target)``: the *mean* loss over the samples that it is given. If samples have different weights, the pair
     ``(sum, weight)``: the sum of the weighted losses, and that of the weights. torch's cross-entropy with class weights is divided
@@ -59,8 +60,8 @@ class Task:
     """The data for evaluation, as ``train_data``; of a loader, its own batch size is used but not its processes. None: no
     evaluation."""
     metrics: Mapping[str, Measure] | None = None
-    """Metrics, each the mean over the samples that it is given. By default ``accuracy`` if the targets are class numbers, otherwise
-    none."""
+    """Metrics, each the mean over the samples that it is given, or the pair ``(sum, weight)``. Others are left out, with a warning.
+    By default ``accuracy`` if the targets are class numbers, otherwise none."""
     schedule: Callable[[Optimizer], LRScheduler] | None = None
     """Makes a learning-rate schedule, which is stepped once after each training step."""
     collate: Callable[[list[Any]], Any] | None = None
@@ -160,7 +161,7 @@ def _not_callable(name: str, value: object) -> str:
 def check_model(model: object) -> None:
     """Raise `TaskError` unless ``model`` is a module with something to train."""
     if not isinstance(model, nn.Module):
-        raise TaskError(f"Task.model() returned a {type(model).__name__}; it must return a torch.nn.Module")
+        raise TaskError(f"Task.model() returned an object of type {type(model).__name__}; it must return a torch.nn.Module")
     parameters = list(model.parameters())
     if not parameters:
         raise TaskError(
@@ -195,9 +196,7 @@ def check_model(model: object) -> None:
 def check_lookups(model: nn.Module, topology: Topology) -> None:
     """Raise `TaskError` if a forward changes parameters, each worker's by its own samples, that must be the same on several
     processes."""
-    compute, exchange = topology.compute, topology.exchange
-    alone = compute.group_size == 1 and (compute.groups == 1 or exchange.kind in ("gossip", "averaging"))
-    if alone and exchange.kind != "model_server":
+    if not shares_parameters(topology):
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
@@ -206,6 +205,13 @@ def check_lookups(model: nn.Module, topology: Topology) -> None:
                 "own samples use, so workers would have different ones. Leave max_norm out, and divide by the norm where the "
                 "weights are used"
             )
+
+
+def shares_parameters(topology: Topology) -> bool:
+    """Whether several processes have the same parameters."""
+    compute, exchange = topology.compute, topology.exchange
+    alone = compute.group_size == 1 and (compute.groups == 1 or exchange.kind in ("gossip", "averaging"))
+    return not alone or exchange.kind == "model_server"
 
 
 def build_model(task: Task) -> nn.Module:
@@ -227,7 +233,10 @@ def build_optimizer_of(
     with user_code("Task.optimizer(parameters)"):
         optimizer = task.optimizer(parameters)
     if not isinstance(optimizer, Optimizer):
-        raise TaskError(f"Task.optimizer(parameters) returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
+        raise TaskError(
+            f"Task.optimizer(parameters) returned an object of type {type(optimizer).__name__}; it must return a "
+            "torch.optim.Optimizer"
+        )
     known = {id(parameter) for parameter in parameters}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise TaskError("Task.optimizer(parameters) returned an optimizer of other parameters than those it was given")
@@ -244,8 +253,8 @@ def build_optimizer_of(
         schedule = task.schedule(optimizer)
     if isinstance(schedule, ReduceLROnPlateau) or not isinstance(schedule, LRScheduler):
         raise TaskError(
-            f"Task.schedule(optimizer) returned a {type(schedule).__name__}; it must return a torch LRScheduler that is stepped "
-            "once a training step (ReduceLROnPlateau needs a metric and is not supported)"
+            f"Task.schedule(optimizer) returned an object of type {type(schedule).__name__}; it must return a torch "
+            "LRScheduler that is stepped once a training step (ReduceLROnPlateau needs a metric and is not supported)"
         )
     return optimizer, schedule
 
@@ -331,13 +340,16 @@ def task_of(function: Any, spec: str, args: Mapping[str, Any] | None = None, dat
         return function
     if not callable(function):
         raise UsageError(
-            f"[job] task = {spec!r}: {spec.rpartition(':')[2]} is a {type(function).__name__}, not a function that returns a Task"
+            f"[job] task = {spec!r}: {spec.rpartition(':')[2]} is of type {type(function).__name__}, not a function that returns "
+            "a Task"
         )
     keywords = _keywords(function, spec, dict(args or {}), data_path)
     with user_code(f"the task's function {spec}"):
         task = function(**keywords)
     if not isinstance(task, Task):
-        raise TaskError(f"the task's function {spec} returned a {type(task).__name__}; it must return a zmqtrain.Task")
+        raise TaskError(
+            f"the task's function {spec} returned an object of type {type(task).__name__}; it must return a zmqtrain.Task"
+        )
     return task
 
 

@@ -22,6 +22,7 @@ from zmqtrain.errors import UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.exchange.members import Members
+from zmqtrain.membership.alike import Facts
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.parallel.gradient_norm import GradientNorm
@@ -29,7 +30,9 @@ from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import turn
 from zmqtrain.topology.elastic import ASKING
+from zmqtrain.train.alike import facts_of_training, require_same_training
 from zmqtrain.train.batches import make_batches, partition_of
+from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
 from zmqtrain.train.construct import divided_model
@@ -38,16 +41,17 @@ from zmqtrain.train.device.make import device_of
 from zmqtrain.train.divided import make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.loss_scale import LossScale
+from zmqtrain.train.own_samples import buffers_warning, differing_buffers, modes_warning, own_buffers
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.remote_layers import RemoteLayers, Step
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
-from zmqtrain.train.task import Task, build_model, build_optimizer, check_lookups, load_task, user_code
+from zmqtrain.train.task import Task, build_model, build_optimizer, check_lookups, load_task, shares_parameters, user_code
 from zmqtrain.train.unreached import what_blinds
 from zmqtrain.train.verifying import NotComparable, Ordinary, one_of_each, verify_task
-from zmqtrain.train.weighting import WeightSums, taken_apart
+from zmqtrain.train.weighting import LOSSES_TRIED, WeightSums, taken_apart
 from zmqtrain.train.work import ModelState, StepResult
 from zmqtrain.wire.payload import Value
 
@@ -65,6 +69,8 @@ class _Built:
     fabric: NetworkFabric | None
     ordinary: Ordinary | None
     """What the divided model is compared with; ``None``: it is not."""
+    facts: Facts
+    """What all workers must have alike."""
 
 
 class TorchWork:
@@ -84,6 +90,7 @@ class TorchWork:
             precision=compute.precision,
             on_nan=context.topology.job.on_nan,
             blind=what_blinds(context.topology),
+            shared=shares_parameters(context.topology) and built.fabric is None,
         )
         task = self._task
         self._step: Step
@@ -104,7 +111,7 @@ class TorchWork:
         if task.eval_data is not None:
             evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision, compute.channels_last)
             if remote is None:
-                self._evaluation = Evaluation(task, self._replica, device, evaluation)
+                self._evaluation = Evaluation(task, self._replica, device, evaluation, context.recorder)
             else:
                 self._evaluation = remote.make_evaluation(task, self._replica, device, evaluation)
         self._update_s = 0.0
@@ -171,6 +178,7 @@ class TorchWork:
             if make_remote is not None:
                 remote = make_remote(device)
             built = await device.run(lambda: _build(context, device, task, fabric, remote))
+            await require_same_training(context, "task", built.facts)
             if built.source.stream and context.topology.elastic:
                 await context.membership.need_all(
                     f"{built.source.name} is a stream, and no other worker can take over a part of it"
@@ -221,6 +229,10 @@ class TorchWork:
         for _ in range(step or 0):
             self.after_step()
         return step
+
+    async def begin_alike(self, group: Group, restored: bool) -> None:
+        if self._fabric is None:  # workers of a grid have parts, and the model was compared with the ordinary one
+            await begin_alike(self._replica.untrained(buffers=not restored), group, "begin alike", self._device.run)
 
     @property
     def keeps(self) -> bool:
@@ -288,6 +300,27 @@ class TorchWork:
     @property
     def lr(self) -> float | None:
         return float(self._replica.optimizer.param_groups[0]["lr"])
+
+    async def compare(self, done: int, first: int) -> None:
+        if done != first + LOSSES_TRIED or self._fabric is not None or self._members.late:
+            return
+        if self._members.teams:  # nobody may wait for one who may be lost, or may begin again later
+            return
+        if not (buffers := own_buffers(self._replica.model)):
+            return
+        context = self._context
+
+        async def differing(group: Group) -> list[str]:
+            return await differing_buffers(buffers, group, f"buffers {done}")
+
+        if in_step(context.topology):
+            names = await self._members.together(f"buffers/{done}", done, differing)
+        else:
+            members, position = context.placement.group_members(context.role.group), context.role.position
+            group = Group(context.endpoint, members, position, "buffers", timeout_s=context.timeouts.barrier_s)
+            names = await differing(group)
+        if names and context.role.index == 0:
+            context.recorder.event("warning", step=done, text=buffers_warning(names))
 
     async def call_back(self) -> None:
         if self.callbacks.waiting:
@@ -401,9 +434,14 @@ def _build(
                 sizes, shares = divided.sizes, divided.shares
             else:
                 model = build_model(task).to(device.torch_device)
+            if role.index == 0 and (warning := modes_warning(model)) is not None:
+                context.recorder.event("warning", text=warning)
             optimizer, schedule = build_optimizer(task, model, topology)
         check_lookups(model, topology)
         seed_everything(job.seed, role.index)
+    evaluated = task.evaluating()
+    samples = {"training data": _number(source), **({} if evaluated is None else {"evaluation data": _number(evaluated)})}
+    facts = facts_of_training(None if fabric is not None else model, optimizer, task.loss, samples)
     how = ReplicaSettings(
         bucket_bytes=compute.bucket_bytes,
         clip_norm=topology.optimizer.clip_norm,
@@ -426,4 +464,8 @@ def _build(
     if remote is not None:
         replica.also_abort(remote.abort)
     context.recorder.event("built", seconds=device.clock() - started)
-    return _Built(task, replica, schedule, source, partition, fabric, ordinary)
+    return _Built(task, replica, schedule, source, partition, fabric, ordinary, facts)
+
+
+def _number(source: Source) -> int | None:
+    return None if source.stream else len(source.dataset)

@@ -7,7 +7,9 @@ of a step is that of all workers' sums, divided by all workers' weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Coroutine
+import math
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
@@ -19,8 +21,9 @@ from torch.nn import functional
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
+from zmqtrain.data.batch import TARGETS, Batch
 from zmqtrain.data.bridge import Bridge
-from zmqtrain.data.nested import rows
+from zmqtrain.data.nested import leaves, mapped, rows
 from zmqtrain.errors import TaskError
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -70,39 +73,196 @@ def ignores(loss: Any) -> bool:
 
 def require_none_ignored(target: Any) -> None:
     """Raise `TaskError` if there are targets that a plain mean leaves out."""
-    if isinstance(target, Tensor) and not target.is_floating_point() and bool((target == IGNORED).any()):
+    if _ignored(target):
         raise TaskError(
             f"some targets are {IGNORED}, which the loss leaves out, so workers with more of them would count too much. Pass "
             f"functools.partial(torch.nn.functional.cross_entropy, ignore_index={IGNORED}), or a loss that returns (sum, weight)"
         )
 
 
-def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, value: Tensor) -> None:
+def require_none_ignored_by_model(batch: Any) -> None:
+    """The same for a loss that the model computes of the batch, a mapping."""
+    if (key := ignored_by_model(batch)) is not None:
+        raise TaskError(
+            f"some of {key!r} are {IGNORED}, which a model that computes its loss leaves out, so workers with more of them would "
+            "count too much. Let Task.loss return the pair (loss * n, n), with the number n of those that count: n = "
+            f"(batch[{key!r}] != {IGNORED}).sum(), and of a causal language model (batch[{key!r}][:, 1:] != {IGNORED}).sum()"
+        )
+
+
+def ignored_by_model(batch: Any) -> str | None:
+    """The key of targets, in a batch that is a mapping, of which some are `IGNORED`; ``None`` if there are none."""
+    found = [key for key in TARGETS if isinstance(batch, Mapping) and key in batch and _ignored(batch[key])]
+    return found[0] if found else None
+
+
+def _ignored(target: Any) -> bool:
+    return isinstance(target, Tensor) and not target.is_floating_point() and bool((target == IGNORED).any())
+
+
+def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, value: Tensor) -> bool:
     """Raise `TaskError` if ``value``, the loss of a worker's samples, is not the mean of the losses of their halves.
 
-    A copy of ``loss`` is called with each half, so that one that counts its calls does not count these. torch's random numbers are
-    drawn again; Python's and NumPy's are not, since the loader's thread may draw some at the same time. Does nothing if the output
-    or the target cannot be divided, if the loss cannot be computed of a half, or if it is random.
-    """
+    Returns whether the loss looks at the samples that it is given; one that the model has computed itself does not. See
+    `tried_on_halves`."""
+    found = tried_on_halves(loss, output, target, samples, value)
+    if found is None:
+        return True
+    if not found.mean:
+        raise TaskError(
+            f"Task.loss(output, target) is not a mean over samples: {found} The samples of a step are divided, and the mean of the "
+            "parts' losses would be another loss. Return the pair (sum, weight), or pass torch's CrossEntropyLoss or NLLLoss "
+            "itself; if each part's own loss is meant, like a contrastive one, return (loss * n, n) for n samples"
+        )
+    return not found.alike
+
+
+def require_mean_of_model(loss: Callable[[Any, Any], Any], batch: Batch, model: nn.Module) -> None:
+    """Raise `TaskError` if a loss that the model computes itself is not the mean over samples.
+
+    The model computes halves of the batch in evaluation mode, without a gradient. Its modes, its buffers and torch's random numbers
+    stay as they are. Does nothing if the batch cannot be divided, or if the model cannot compute a half of it."""
+    half, modes = batch.samples // 2, [(module, module.training) for module in model.modules()]
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def of(part: Batch, measure: Callable[[Any, Any], Any]) -> float:
+        return float(measure(part.output(model), part.target))
+
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=_cuda(model)):
+            first, second = (of(batch.part(which), _apart(loss)) for which in (slice(0, half), slice(half, batch.samples)))
+            copied = _apart(loss)
+            found = _Halves(batch.samples, half, of(batch, copied), first, second, of(batch, copied))
+    except Exception:  # noqa: BLE001 - it has computed the whole batch, and that is all that is asked of it
+        return
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            for buffer, was in kept:
+                buffer.copy_(was)
+    if not found.mean_within(1e-3):
+        raise TaskError(
+            f"the loss that the model computes is not a mean over samples: {found} The samples of a step are divided, and the mean "
+            "of the parts' losses would be another loss. Is it a mean over tokens, of which samples have different numbers? Then "
+            "return the pair (loss * n, n) from Task.loss, with the number n that count in the batch"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """What a loss or a metric is of some samples, and of their halves."""
+
+    samples: int
+    half: int
+    whole: float
+    first: float
+    second: float
+    again: float
+    """The value of the whole, computed again: another one if it is random."""
+    tolerance: float = 1e-7
+
+    @property
+    def mean(self) -> bool:
+        """Whether the whole is the mean of the halves, or cannot be compared."""
+        return self.mean_within(self.tolerance)
+
+    def mean_within(self, tolerance: float) -> bool:
+        mean = (self.first * self.half + self.second * (self.samples - self.half)) / self.samples
+        if self.again != self.whole or not math.isfinite(self.whole):  # random, or bad for another reason
+            return True
+        return abs(mean - self.whole) <= tolerance * max(abs(self.whole), abs(self.first), abs(self.second))
+
+    @property
+    def alike(self) -> bool:
+        """Whether the halves have the value of the whole."""
+        return self.whole == self.first == self.second
+
+    def __str__(self) -> str:
+        return f"it is {self.whole:.6g} for {self.samples} samples, but {self.first:.6g} and {self.second:.6g} for their halves."
+
+
+def tried_on_halves(measure: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, value: Any) -> _Halves | None:
+    """The values of a loss or a metric for halves of the samples; ``None`` if it is not known what belongs to which sample, or if
+    it cannot be computed of a half, or if it is a pair (sum, weight). ``value``: what it was for all of them.
+
+    They are computed in float64, where a mean differs from its parts' mean by rounding alone; if ``measure`` does not take that,
+    in the types that there are. A copy of ``measure`` is called, so that one that counts its calls does not count these. torch's
+    random numbers are drawn again; Python's and NumPy's are not, since the loader's thread may draw some at the same time."""
+    device = value.device if isinstance(value, Tensor) else torch.device("cpu")
     half = samples // 2
-    exact = value.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(value.device.type)
-    with torch.no_grad(), torch.random.fork_rng(devices=[value.device] if value.device.type == "cuda" else ()):
-        try:
-            measure = _apart(loss)
-            parts = [slice(0, half), slice(half, samples)]
-            first, second = (float(measure(rows(output, part, samples), rows(target, part, samples))) for part in parts)
-            whole, mean = float(value), (first * half + second * (samples - half)) / samples
-            tolerance = (1e-3 if exact else 5e-2) * max(abs(whole), abs(first), abs(second))
-            if not abs(mean - whole) > tolerance or float(measure(output, target)) != whole:
-                return
-        except Exception:  # noqa: BLE001 - a whole batch has given a loss, and that is all that is asked of it
-            return
-    raise TaskError(
-        f"Task.loss(output, target) is not a mean over samples: it is {whole:.6g} for {samples} samples, but {first:.6g} and "
-        f"{second:.6g} for their halves. The samples of a step are divided, and the mean of the parts' losses would be another "
-        "loss. Return the pair (sum, weight), or pass torch's CrossEntropyLoss or NLLLoss itself; if each part's own loss is "
-        "meant, like a contrastive one, return (loss * n, n) for n samples"
-    )
+    parts = [slice(0, half), slice(half, samples), slice(0, samples), slice(0, samples)]
+
+    def tried(convert: Callable[[Any], Any], *, rounded: bool) -> _Halves | None:
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
+            try:
+                copied, converted = _apart(measure), (convert(output), convert(target))
+                # What counts its calls is in the same state for each, and in another one for the last.
+                copies = (_apart(measure), _apart(measure), copied, copied)
+                found = [each(*(rows(one, part, samples) for one in converted)) for each, part in zip(copies, parts, strict=True)]
+                first, second, whole, again = map(float, found)
+            except Exception:  # noqa: BLE001 - a whole batch has given a value, and that is all that is asked of it
+                return None
+        return _Halves(samples, half, whole, first, second, again, 5e-2 if rounded else max(map(_tolerance, found)))
+
+    return tried(_in_float64, rounded=False) or tried(lambda part: part, rounded=torch.is_autocast_enabled(device.type))
+
+
+def _tolerance(value: Any) -> float:
+    """How far the mean of two such values may be off by rounding."""
+    if not isinstance(value, Tensor):
+        return 1e-5
+    if not value.is_floating_point() or value.dtype is torch.float64:
+        return 1e-7
+    return 1e-3 if value.dtype is torch.float32 else 5e-2
+
+
+def _in_float64(part: Any) -> Any:
+    return mapped(part, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def _cuda(model: nn.Module) -> list[torch.device]:
+    return list({parameter.device for parameter in model.parameters() if parameter.is_cuda})
+
+
+def rows_counted(target: Any, samples: int) -> int:
+    """How many rows the target has, if that is no multiple of the number of ``samples``; otherwise their number.
+
+    A collate function that leaves samples out makes such targets, and one that packs sequences."""
+    shapes = {tuple(leaf.shape) for leaf in _stacked(target, samples) if leaf.ndim}
+    lengths = {shape[0] for shape in shapes}
+    if len(lengths) != 1 or any(samples in shape[1:] for shape in shapes):
+        return samples
+    (length,) = lengths
+    return samples if length % samples == 0 else length
+
+
+def _stacked(part: Any, samples: int) -> Iterator[Tensor]:
+    """The tensors of a target, without those in lists that have one entry per sample."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, Mapping):
+        for value in part.values():
+            yield from _stacked(value, samples)
+    elif isinstance(part, tuple | list) and len(part) != samples:
+        for value in part:
+            yield from _stacked(value, samples)
+
+
+def of_model(loss: Any, output: Any) -> bool:
+    """Whether the model has computed this loss."""
+    return any(leaf is loss for leaf in leaves(output))
+
+
+def require_all_rows(target: Any, samples: int) -> None:
+    """Raise `TaskError` if the target has other rows than the samples."""
+    if (found := rows_counted(target, samples)) != samples:
+        raise TaskError(
+            f"the target of {samples} samples has {found} rows (does the collate function leave some out, or pack them?). The "
+            "samples of a step are divided by their number, so rows of workers that have fewer would count more. Return the pair "
+            "(sum, weight) from Task.loss, or let the collate function keep all samples"
+        )
 
 
 def _apart(loss: Any) -> Any:

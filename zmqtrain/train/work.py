@@ -76,6 +76,9 @@ class Work(Protocol):
         ``None``."""
         ...
 
+    async def begin_alike(self, group: Group, restored: bool) -> None:
+        """Have what the exchange does not send of the model from the first member of ``group``, which are all workers."""
+
     @property
     def keeps(self) -> bool:
         """Whether there is a model to keep, and a state to resume from."""
@@ -116,6 +119,10 @@ class Work(Protocol):
 
     async def call_back(self) -> None:
         """Make the calls that wait in `callbacks`, in the compute thread. Raises `TaskError`."""
+
+    async def compare(self, done: int, first: int) -> None:
+        """``done`` steps are done, of which this worker trained those from ``first`` on: look whether workers that train in step
+        have the same buffers. Called by all that have trained the last step."""
 
     def after_step(self) -> None:
         """The step's update is done, or has been sent to the servers."""

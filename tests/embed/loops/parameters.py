@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 
 import torch
 from torch import nn
@@ -194,6 +195,33 @@ def rounded(loop: Loop) -> None:
         optimizer.step()
 
 
+@row("`model.to(device)`, `model.double()` and the like where the model is so already, at any time")
+def converted_to_itself(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    for number, (inputs, target) in enumerate(loop.batches()):
+        if number > 2:
+            model.to("cpu")
+            model.to(torch.float64)
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        if number == 3:
+            model.double()
+        optimizer.step()
+        model.cpu()
+
+
+@row("the same to another type, between `backward()` and `step()`, without `overlap=False`", refused="model was converted")
+def converted_late(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    for number, (inputs, target) in enumerate(loop.batches()):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        if number > 2:
+            model.float()
+            model.double()
+        optimizer.step()
+
+
 @row("`model.load_state_dict` after `replicate()`, on all workers", refused="changed by hand", by=SERVERS)
 def loaded(loop: Loop) -> None:
     model, optimizer = loop.start()
@@ -256,3 +284,40 @@ def inspected(loop: Loop) -> None:
         cross_entropy(model(inputs), target).backward()
         optimizer.step()
         loop.seen += [float(each["momentum_buffer"].sum()) for each in optimizer.state_dict()["state"].values()]
+
+
+@row("`optimizer.state` cleared in mid-training, or replaced", refused="have its state", by=SERVERS)
+def forgotten(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    for number, (inputs, target) in enumerate(loop.batches()):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+        if number == 2:
+            optimizer.state = defaultdict(dict)
+        if number == 3:
+            optimizer.state.clear()
+
+
+class Projected(nn.Module):
+    """Begins with a random projection, which is not trained."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("buffer", torch.randn(FEATURES, FEATURES, generator=generator))
+        self.frozen = nn.Parameter(torch.randn(FEATURES, FEATURES, generator=generator), requires_grad=False)
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layer(torch.cos(inputs @ self.buffer) @ self.frozen)
+        return scores
+
+
+@row("other buffers and frozen parameters on each worker at `replicate()`: all begin with rank 0's")
+def built_apart(loop: Loop) -> None:
+    model, optimizer = loop.start(make=lambda: Projected(loop.rank))
+    for inputs, target in loop.batches():
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()

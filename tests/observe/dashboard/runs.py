@@ -34,5 +34,13 @@ def make_run(parent: Path, name: str = "digits-001", *, steps: int = 5, ended: b
     return directory.path
 
 
+def add_events(path: Path, *lines: tuple[str, int, int | None, dict[str, Any]]) -> None:
+    """Add events of workers, (kind, rank, step, values), to a run."""
+    directory = RunDirectory.go_on(path)
+    for kind, rank, step, values in lines:
+        directory.event(_event(kind, rank, step, 120.0, **values))
+    directory.close()
+
+
 def _event(kind: str, rank: int, step: int | None, time: float, **values: Any) -> dict[str, Any]:
     return {"time": time, "host": "a", "role": "worker", "rank": rank, "step": step, "kind": kind, "values": values}

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Awaitable, Callable
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zmqtrain.collectives.group import Group
-from zmqtrain.collectives.operations import broadcast
 from zmqtrain.embed.grid.meeting import Meetings
 from zmqtrain.errors import TaskError
 from zmqtrain.membership.context import RoleContext
-from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.train.beginning import copy_from_first
 
 Together = Callable[[str, Callable[[Group, str], Awaitable[None]]], Awaitable[None]]
 
@@ -35,16 +32,6 @@ async def begin_alike(model: nn.Module, meetings: Meetings, context: RoleContext
     async def copy(group: Group, call: str) -> None:
         for number, tensor in enumerate(tensors.values()):
             if tensor.numel():
-                await _copied(group, tensor, (call, number))
+                await copy_from_first(group, tensor, (call, number))
 
     await together("whole model", copy)
-
-
-async def _copied(group: Group, tensor: Tensor, tag: tuple[Any, ...]) -> None:
-    there = tensor.detach()
-    flat = there.cpu().contiguous()
-    raw = flat.view(-1).view(torch.uint8)
-    await broadcast(group, TensorPayload.of(raw), tag)
-    if group.rank and (flat.device != there.device or flat.data_ptr() != there.data_ptr()):
-        with torch.no_grad():
-            there.copy_(flat)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 
+from zmqtrain.data.partition import Partition
 from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.launcher.check.file import Finding
 from zmqtrain.topology.schema import Topology
@@ -34,7 +35,10 @@ def _task(topology: Topology, data: str | None) -> Iterator[Finding]:
         with redirect_stdout(sys.stderr):  # what the task prints must not mix with our rows
             task = load_task(job.task, job.args, data_path_of(data, topology), folders=(".", *job.python_path))
         source = task.training()
-        source.require(topology.compute.batch_size, topology.data.shuffle)
+        compute, data_settings = topology.compute, topology.data
+        source.require(compute.batch_size, data_settings.shuffle)
+        if not source.stream and data_settings.shuffle != "ring" and isinstance(compute.groups, int):  # else the run divides them
+            Partition(source.samples, compute.groups, compute.group_size, compute.batch_size, job.seed)
     except UsageError as error:
         yield Finding("load", False, str(error))
     except TaskError as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zmqtrain.errors import CheckpointError, PlacementError, UsageError
+from zmqtrain.launcher.elsewhere import require_here
 from zmqtrain.launcher.engine import make_engine
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
 from zmqtrain.observe.sinks.make import make_sinks
@@ -43,8 +44,9 @@ class Finding:
     """A run is possible, but may not be what the user meant."""
 
 
-def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None, list[Finding]]:
-    """The placement of the roles, if they can be placed, and the findings. ``data``: the value of ``--data`` at the launch."""
+def look_at_file(topology: Topology, data: str | None, *, emulate: bool = False) -> tuple[Placement | None, list[Finding]]:
+    """The placement of the roles, if they can be placed, and the findings. ``data``: the value of ``--data`` at the launch;
+    ``emulate``: all hosts will be on this machine, whatever their addresses."""
     findings: list[Finding] = []
     placement: Placement | None = None
     try:
@@ -57,7 +59,7 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
     except PlacementError as error:
         findings.append(Finding("placement", False, str(error)))
     findings += [
-        *_engine(topology),
+        *_engine(topology, emulate=emulate),
         *_sinks(topology),
         _task(topology),
         *_data(topology, data),
@@ -70,9 +72,11 @@ def look_at_file(topology: Topology, data: str | None) -> tuple[Placement | None
     return placement, findings
 
 
-def _engine(topology: Topology) -> list[Finding]:
+def _engine(topology: Topology, *, emulate: bool) -> list[Finding]:
     try:
         make_engine(topology.engine.kind)
+        if not emulate:
+            require_here(topology)
     except UsageError as error:
         return [Finding("engine", False, str(error))]
     return []

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.observe.dashboard.search import ROLE as SEARCH
+from zmqtrain.observe.dashboard.search import SearchState
 from zmqtrain.observe.dashboard.state import Json, RunState
 from zmqtrain.observe.run_directory import log_name, training_of
 from zmqtrain.topology.ranges import expand
@@ -20,67 +22,84 @@ LOG_TAIL = 64 << 10
 
 
 class Followed:
-    """A run that somebody looks at. May be used in any thread; a look at the file is made by one at a time."""
+    """A run that somebody looks at. May be used in any thread; a look at the file is made by one at a time.
+
+    Of a search (`zmqtrain.experiment`) the trials and decisions are in its own events, and what is shown besides is the trial that
+    trains now, or else the job's training: a run directory of its own inside the search's.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._training = training_of(path)
-        self._state = RunState()
-        self._offset = 0
-        self._part = b""
-        self.broken = 0
-        """Lines that could not be read."""
         self._begin()
 
     def _begin(self) -> None:
-        self.config = read_topology(self._training)
-        compute = self.config.get("compute") or {}
-        size = compute.get("group_size")
-        self._state = RunState(group_size=size if isinstance(size, int) else 1)
-        self._offset, self._part, self.broken = 0, b"", 0
+        self._search = SearchState()
+        self._own = _Lines(self.path)
+        self._shown = self._own
+        self._read_topology()
+        self._state = RunState(group_size=self._group_size())
+        self.broken = 0
+        """Lines that could not be read."""
+        self._taken = 0
+
+    def _read_topology(self) -> None:
+        self.config = read_topology(self._shown.folder)
+
+    def _group_size(self) -> int:
+        size = (self.config.get("compute") or {}).get("group_size")
+        return size if isinstance(size, int) else 1
 
     def look(self) -> bool:
         """Read what is new, up to a limit. Returns whether there is more."""
         with self._lock:
-            training = training_of(self.path)
-            file = training / "events.jsonl"
-            try:
-                size = file.stat().st_size
-            except OSError:
-                return False
-            if training != self._training or size < self._offset:
-                self._training = training
+            if self._own.shorter():
                 self._begin()
-            if self._state.version == 0:
-                self._begin()  # the hosts, and with them the groups, may have become known since
-            with file.open("rb") as events:
-                events.seek(self._offset)
-                data = events.read(MOST_READ)
-            self._offset += len(data)
-            *lines, self._part = (self._part + data).split(b"\n")
-            for line in lines:
-                self._take(line)
-            return self._offset < size
+            if self._state.version == 0:  # the hosts, and with them the groups, may have become known since
+                self._read_topology()
+                self._state = RunState(group_size=self._group_size(), before=self._state)
+            more = self._read(self._own)
+            trains = self._training()
+            if trains != self._shown.folder or self._shown.shorter():
+                self._shown = self._own if trains == self.path else _Lines(trains)
+                self._read_topology()
+                self._state = RunState(group_size=self._group_size(), before=self._state)
+            return (self._shown is not self._own and self._read(self._shown)) or more
 
-    def _take(self, line: bytes) -> None:
-        try:
-            event = json.loads(line)
-            self._state.add(event)
-        except (ValueError, TypeError, AttributeError, KeyError):
-            self.broken += 1
+    def _training(self) -> Path:
+        """The folder of what trains now."""
+        training = training_of(self.path)
+        if self._search.newest is None or (training != self.path and not self._search.trying):
+            return training
+        trial = self.path / self._search.newest
+        return trial if (trial / "topology.toml").exists() else training
+
+    def _read(self, lines: _Lines) -> bool:
+        for line in lines.new():
+            try:
+                event = json.loads(line)
+                self._state.add(event)
+                if event.get("role") == SEARCH:
+                    self._search.add(event)
+                self._taken += 1
+            except (ValueError, TypeError, AttributeError, KeyError):
+                self.broken += 1
+        return lines.more
 
     @property
     def version(self) -> tuple[str, int]:
         """Changes when there is something new."""
-        return str(self._training), self._state.version
+        return str(self._shown.folder), self._taken
 
     def to_dict(self) -> Json:
         with self._lock:
             compute, job = self.config.get("compute") or {}, self.config.get("job") or {}
             exchange = self.config.get("exchange") or {}
+            trial = self._shown.folder if self._search.newest and self._shown is not self._own else None
             about = {
                 "name": self.path.name,
+                "trial": trial and "/".join(trial.parts[-2:]),
+                "search": self._search.to_dict(),
                 "job": job.get("name"),
                 "groups": compute.get("groups"),
                 "group_size": compute.get("group_size"),
@@ -98,18 +117,52 @@ class Followed:
 
     def logs(self) -> list[str]:
         """The roles that have a log."""
-        return sorted(file.stem.replace("-", "/", 1) for file in (self._training / "logs").glob("*.log"))
+        return sorted(file.stem.replace("-", "/", 1) for file in (self._shown.folder / "logs").glob("*.log"))
 
     def log(self, role: str, start: int | None) -> Json | None:
         """The log of a role from byte ``start`` on, or its end; ``None`` if it has none."""
         if role not in self.logs():
             return None
-        with (self._training / "logs" / f"{log_name(role)}.log").open("rb") as file:
+        with (self._shown.folder / "logs" / f"{log_name(role)}.log").open("rb") as file:
             size = file.seek(0, 2)
             begin = max(0, size - LOG_TAIL) if start is None or start > size else max(start, size - MOST_READ)
             file.seek(begin)
             data = file.read()
         return {"text": data.decode(errors="replace"), "next": begin + len(data)}
+
+
+class _Lines:
+    """The lines of a folder's events that have been added since the last look."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.more = False
+        """Whether the last look has left something."""
+        self._offset, self._part = 0, b""
+
+    def _size(self) -> int:
+        try:
+            return (self.folder / "events.jsonl").stat().st_size
+        except OSError:
+            return 0
+
+    def shorter(self) -> bool:
+        """Whether the file is another one than before."""
+        return self._size() < self._offset
+
+    def new(self) -> list[bytes]:
+        """The next complete lines, up to a limit."""
+        size = self._size()
+        if size <= self._offset:
+            self.more = False
+            return []
+        with (self.folder / "events.jsonl").open("rb") as events:
+            events.seek(self._offset)
+            data = events.read(MOST_READ)
+        self._offset += len(data)
+        self.more = self._offset < size
+        *lines, self._part = (self._part + data).split(b"\n")
+        return lines
 
 
 def seen(run: Followed, state_of: Callable[[Path], Json]) -> Json:

@@ -17,6 +17,8 @@ from zmqtrain.words import counted
 
 #: Events where the height is not limited, and the least where it is: workers come first.
 MOST_EVENTS, LEAST_EVENTS = 10, 3
+#: The newest results of a search.
+MOST_TRIALS = 5
 #: The parts of a step: how each is drawn with a terminal's characters, with plain ones, and its colour.
 PARTS = {"compute": ("█", "#", "green"), "exposed": ("▒", "=", "red"), "other": ("░", ".", "yellow")}
 #: The width from which on a worker's group, samples/s and health have columns, too.
@@ -58,10 +60,13 @@ def _head(state: Json, *, plain: bool) -> Iterator[RenderableType]:
     status = str(state["status"].get("status"))
     running = status == "running"
     yield _line(str(state["name"]), style="bold").append(f"  {status}", style=_COLOURS.get(status, "")).append(f"  {_about(state)}")
-    yield progress_line({**state, "left_s": state["left_s"] if running else None})
-    yield _line("  ".join(figures(state)))
+    if state["workers"] or not state["search"]:  # a search has none while its trials are simulated, and between two of them
+        yield progress_line({**state, "left_s": state["left_s"] if running else None})
+        yield _line("  ".join(figures(state)))
     if not plain and len(state["loss"]["value"]) > 1:
         yield _line("loss  ").append(_curve(state["loss"]["value"]), style="cyan")
+    for text in _search(state):
+        yield _line(text)
     for text in alarms(state):
         yield _line(text, style="red")
     if others := _others(state):
@@ -70,8 +75,8 @@ def _head(state: Json, *, plain: bool) -> Iterator[RenderableType]:
 
 def _about(state: Json) -> str:
     hosts = [str(name) for name in state["hosts"]]
-    words = []
-    if state["groups"] is not None:
+    words = [f"trial {state['trial']}"] if state["trial"] else []
+    if isinstance(state["groups"], int):  # a search's is "auto" until it has found one
         words.append(f"{counted(state['groups'], 'group')} of {counted(state['group_size'], 'worker')}")
     if state["exchange"]:
         words.append(str(state["exchange"]))
@@ -82,6 +87,26 @@ def _about(state: Json) -> str:
     if state["broken"]:
         words.append(f"{counted(state['broken'], 'line')} of its events cannot be read")
     return ", ".join(words)
+
+
+def _search(state: Json) -> Iterator[str]:
+    """What a search tries, and its newest results."""
+    if (search := state["search"]) is None:
+        return
+    now = search["now"] if state["status"].get("status") == "running" else None
+    trying = f", now {_trial(now)}, {now['updates']} updates" if now else ""
+    yield f"search: {counted(search['trials'], 'trial')}{trying}"
+    for row in search["rows"][-MOST_TRIALS:]:
+        if row["what"] != "trial":
+            yield f"  {row['what']}: {row['reason']}"
+        else:
+            loss = "diverged" if row["loss"] is None else f"loss {brief(row['first'])} to {brief(row['loss'])}"
+            yield f"  {_trial(row)}: {loss} in {row['updates']} updates, {duration(row['seconds'])}"
+
+
+def _trial(row: Json) -> str:
+    setting = f"{counted(row['groups'], 'group')}, momentum {brief(row['momentum'])}, learning rate {brief(row['lr'])}"
+    return f"trial {row['number']} ({row['phase']}): {setting}"
 
 
 def figures(state: Json) -> Iterator[str]:
@@ -134,7 +159,10 @@ def _others(state: Json) -> str:
     for member in state["members"]:
         if member["peer"] not in shown and member["state"] not in ("lost", "failed"):
             healths.setdefault(member["health"], []).append(str(member["peer"]))
-    said = [f"{', '.join(peers[:8])}{', ...' if len(peers) > 8 else ''}: {health}" for health, peers in healths.items()]
+    said = [
+        f"{', '.join(peers[:8])}{', ...' if len(peers) > 8 else ''}: {health if len(peers) == 1 else health.replace('has', 'have')}"
+        for health, peers in healths.items()
+    ]
     return "; ".join(said)
 
 

@@ -39,7 +39,8 @@ _ALARMS = ("lost", "slow", "failed", "halt", "warning", "checkpoint failed", "ch
 class RunState:
     """Feed it events (`add`), then take `to_dict`."""
 
-    def __init__(self, *, group_size: int = 1) -> None:
+    def __init__(self, *, group_size: int = 1, before: RunState | None = None) -> None:
+        """``before``: what was shown until now; its feed goes on, with its numbers."""
         self._group_size = max(1, group_size)
         self.version = 0
         """The number of events that were taken."""
@@ -57,8 +58,8 @@ class RunState:
         self._so_far: dict[str, Mapping[str, int]] = {}  # large messages, of members that have not left yet
         self._checkpoints: Json = {"newest": None, "complete": 0, "failed": 0}
         self._progress, self._slow = Progress(), SlowNow()
-        self._feed: deque[Json] = deque(maxlen=MOST_FEED)
-        self._fed = 0
+        self._feed: deque[Json] = deque(maxlen=MOST_FEED) if before is None else before._feed
+        self._fed: int = 0 if before is None else before._fed
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Take a line of ``events.jsonl``. What is not understood is left out."""

@@ -122,6 +122,10 @@ class Saver:
             others = await self._restore_into(MODEL, _state(replica.model), parts)
             if others:
                 raise CheckpointError(f"the checkpoint's model has {min(others)}, but this model does not: {ANOTHER_MODEL}")
+        frozen = {name.removeprefix("frozen/") for name in replica.untrained(buffers=False)}
+        if self.kind == "model_server" and frozen and (self.rank == 0 or self.any_first):  # the servers do not have these
+            targets = {name: tensor for name, tensor in _state(replica.model).items() if name in frozen}
+            await self._restore_into(MODEL, targets, parts)
         if self.kind != "model_server":
             into = _parameters(replica) if self._apart else {}
             load_optimizer_state(replica.model, replica.optimizer, await self._restore_into(self._group_part, into, parts))

@@ -146,7 +146,8 @@ function render() {
   $("status").textContent = state.status.status;
   $("status").className = `badge ${state.status.status}`;
   const named = state.hosts.slice(0, 6).join(", ") + (state.hosts.length > 6 ? ", …" : "");
-  const shape = [counted(state.groups, "group", ` of ${counted(state.group_size, "worker")}`), state.exchange, counted(state.hosts.length, "host", `: ${named}`)];
+  const groups = typeof state.groups === "number" && typeof state.group_size === "number" ? counted(state.groups, "group", ` of ${counted(state.group_size, "worker")}`) : "";
+  const shape = [state.trial ? `trial ${state.trial}` : "", groups, state.exchange, counted(state.hosts.length, "host", `: ${named}`)];
   if (state.reading) shape.push("still reading its events");
   if (state.broken) shape.push(`${counted(state.broken, "line")} of its events cannot be read`);
   $("about").textContent = shape.filter(Boolean).join(" · ");
@@ -160,7 +161,7 @@ function render() {
   $("gone").hidden = !gone.length;
   $("gone").textContent = gone.map((member) => `${member.peer} ${member.state}: ${member.reason}`).join(" · ");
   // One part after another, with time for a frame between them, so that the page stays smooth with many workers. A newer state takes the place of what is left.
-  page.parts = [...curves(state, page.compared), ...[workers, members, servers, staleness, traffic, filters, feed].map((part) => () => part(state))];
+  page.parts = [...curves(state, page.compared), ...[search, hosts, workers, members, servers, staleness, traffic, filters, feed].map((part) => () => part(state))];
   if (!page.drawing) drawParts();
 }
 
@@ -247,6 +248,72 @@ const andMore = (more, columns) => {
   line.cells[0].className = "quiet";
   return [line];
 };
+
+function search(state) {
+  document.body.classList.toggle("only-search", Boolean(state.search && !state.workers.length)); // simulated, or between two trials
+  $("search-card").hidden = !state.search;
+  if (!state.search) return;
+  const { trials, now, rows } = state.search;
+  const running = state.status.status === "running";
+  const done = `${counted(trials, "trial")} so far.`;
+  $("search-now").textContent = now && running ? `Now trial ${now.number}: ${now.phase}, ${setting(now)}, ${now.updates} updates. ${done}` : done;
+  fill($("trials"), [...rows].reverse().map((each) => {
+    if (each.what !== "trial") {
+      const line = row(["", each.what, each.reason]);
+      line.cells[2].colSpan = 7;
+      line.className = "quiet";
+      return line;
+    }
+    const loss = each.loss === null ? "diverged" : `${brief(each.first)} to ${brief(each.loss)}`;
+    return row([
+      String(each.number), [each.phase, "nowrap"], [brief(each.groups), "number"], [brief(each.momentum), "number"], [brief(each.lr), "number"],
+      [brief(each.updates), "number"], [duration(each.seconds), "number nowrap"], [loss, "number nowrap"], each.reason,
+    ], true);
+  }));
+}
+
+const setting = ({ groups, momentum, lr }) => `${counted(groups, "group")}, momentum ${brief(momentum)}, learning rate ${brief(lr)}`;
+
+// A picture of the run: hosts, and on each its workers by group and its servers, with their health.
+function hosts(state) {
+  const workers = new Map(state.workers.map((worker) => [worker.peer, worker]));
+  const slow = new Set(state.slow.map((each) => each.peer));
+  const places = new Map();
+  for (const member of state.members) {
+    const [role, rank] = member.peer.split("/");
+    if (rank === undefined) continue;
+    if (!places.has(member.host)) places.set(member.host, { tiles: [], lost: false });
+    const place = places.get(member.host);
+    if (role === "agent") place.lost = ["lost", "failed"].includes(member.state);
+    else {
+      const group = role === "worker" ? workers.get(member.peer)?.group ?? Math.floor(Number(rank) / (state.group_size || 1)) : null;
+      const words = [group === null ? member.peer : `${member.peer}, group ${group}`, member.health, slow.has(member.peer) ? "slow" : ""];
+      place.tiles.push({ role, rank, group, state: member.state, slow: slow.has(member.peer), text: words.filter(Boolean).join(", ") });
+    }
+  }
+  const shown = [...places].filter(([, place]) => place.tiles.length);
+  $("hosts-card").hidden = !shown.length;
+  const list = $("hosts");
+  while (list.children.length > shown.length) list.lastElementChild.remove();
+  shown.forEach(([name, place], index) => {
+    const drawn = JSON.stringify([name, place]);
+    if (!list.children[index]) list.append(make("li"));
+    const item = list.children[index];
+    if (item.dataset.drawn === drawn) return;
+    item.dataset.drawn = drawn;
+    item.className = place.lost ? "lost" : "";
+    const box = make("div", undefined, "tiles");
+    box.setAttribute("role", "img");
+    box.setAttribute("aria-label", `${name}${place.lost ? ", lost" : ""}: ${place.tiles.map((tile) => tile.text).join("; ")}`);
+    for (const tile of place.tiles) {
+      const square = make("span", `${{ server: "S", fc: "F" }[tile.role] ?? ""}${tile.rank}`, `tile ${tile.role} ${tile.state}${tile.slow ? " slow" : ""}`);
+      square.title = tile.text;
+      if (tile.group !== null && !["lost", "failed"].includes(tile.state)) square.style.background = `var(${COLORS[tile.group % 8]})`;
+      box.append(square);
+    }
+    item.replaceChildren(make("span", name, "name"), box);
+  });
+}
 
 function workers(state) {
   const states = new Map(state.members.map((member) => [member.peer, member.state]));

@@ -77,11 +77,12 @@ function draw(id, series, axis, format = brief) {
         width: each.thin ? 1 : 2,
         dash: each.dashed ? [6, 4] : undefined,
         spanGaps: true,
-        points: { show: each.curve.value.length < 30 },
+        points: { show: (shown, index) => shown.data[index].length < 30 },
         value: (_, value) => format(value),
       })),
     ],
   }, data, element);
+  plot.root.setAttribute("aria-hidden", "true"); // the element's label says what screen readers can say of it
   charts.set(id, { key, plot });
 }
 

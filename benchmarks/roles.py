@@ -1,0 +1,22 @@
+"""The processes of a launched run's roles, for benchmarks that disturb them."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+
+import psutil
+
+
+def roles_of(launcher: int) -> dict[str, psutil.Process]:
+    """The processes of the run's roles, by name (``worker/0``): they have written it over their command line.
+
+    ``launcher``: the process that they descend from."""
+    found: dict[str, psutil.Process] = {}
+    with suppress(psutil.Error):
+        for child in psutil.Process(launcher).children(recursive=True):
+            with suppress(psutil.Error):
+                match = re.fullmatch(r"zmqtrain ((worker|server)/\d+)\s*", " ".join(child.cmdline()))
+                if match is not None:
+                    found[match[1]] = child
+    return found

@@ -1,0 +1,94 @@
+"""Batches of a session: whose epoch they are, and by how much a worker's part of them counts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from tests.embed.world import run_sessions, topology_of
+from zmqtrain.embed.session import Session
+from zmqtrain.errors import TaskError
+
+GENERATOR = torch.Generator().manual_seed(3)
+DATA, OTHER = (TensorDataset(torch.randn(48, 6, generator=GENERATOR, dtype=torch.float64), torch.arange(48) % 3) for _ in range(2))
+BUILDING = threading.Lock()
+Program = Callable[[Session, nn.Module, torch.optim.Optimizer], Any]
+
+
+def trained(program: Program, workers: int, **how: Any) -> Tensor:
+    def run(session: Session) -> Tensor:
+        with BUILDING:  # workers are threads here, with one random state
+            torch.manual_seed(5)
+            model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        program(session, *session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.3), **how))
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+    compute = {"groups": 1, "group_size": workers, "batch_size": 8}
+    return run_sessions(topology_of(compute=compute, exchange={"kind": "allreduce"}), run)[0]
+
+
+def evaluated_within(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for inputs, target in session.batches(DATA, 0, batch_size=7):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), target)
+        with torch.no_grad():
+            for others, _ in session.batches(OTHER, 0, batch_size=5):
+                model(others)
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("overlap", [None, False, True])
+def test_batches_of_an_evaluation_do_not_weigh_the_gradient(overlap: bool | None) -> None:
+    torch.testing.assert_close(trained(evaluated_within, 3, overlap=overlap), trained(evaluated_within, 1), rtol=1e-12, atol=1e-12)
+
+
+def two_at_once(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for (inputs, target), (others, _) in zip(session.batches(DATA), session.batches(OTHER, batch_size=7), strict=False):
+        optimizer.zero_grad()
+        (cross_entropy(model(inputs), target) + model(others).square().mean()).backward()
+        optimizer.step()
+
+
+def two_in_turn(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    others = session.batches(OTHER, batch_size=7)
+    for inputs, target in session.batches(DATA):
+        optimizer.zero_grad()
+        with session.accumulating():
+            cross_entropy(model(inputs), target).backward()
+        model(next(others)[0]).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("program", [two_at_once, two_in_turn])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_gradient_of_batches_that_are_divided_differently_is_refused(program: Program, overlap: bool) -> None:
+    with pytest.raises(TaskError, match="divided differently"):
+        trained(program, 2, overlap=overlap)
+    trained(program, 1, overlap=overlap)
+
+
+def test_epochs_that_are_not_numbered_are_counted() -> None:
+    seen: list[list[Tensor]] = []
+
+    def program(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def inputs(*arguments: int) -> list[Tensor]:
+            return [inputs for inputs, _ in session.batches(DATA, *arguments)]
+
+        seen.extend([inputs(), inputs(), inputs(0), inputs(1)])
+        with torch.no_grad():
+            evaluated = [[inputs for inputs, _ in session.batches(OTHER)] for _ in range(2)]
+        assert torch.equal(torch.cat(evaluated[0]), torch.cat(evaluated[1]))
+
+    trained(program, 1)
+    first, second, zero, one = map(torch.cat, seen)
+    assert torch.equal(first, zero)
+    assert torch.equal(second, one)
+    assert not torch.equal(first, second)

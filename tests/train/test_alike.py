@@ -1,0 +1,79 @@
+"""Workers that would not train the same are refused, whatever it is that differs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from zmqtrain.train.alike import facts_of_training, files
+
+
+def facts(change: str = "") -> dict[str, Any]:
+    model: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.2 if change == "dropout" else 0.1), nn.Linear(3, 1))
+    if change == "dtype":
+        model.double()
+    if change == "frozen":
+        model[0].bias.requires_grad_(False)
+    settings = {"lr": 0.2 if change == "lr" else 0.1, "momentum": 0.9}
+    groups = [{"params": [*model[0].parameters()]}, {"params": [*model[2].parameters()], "lr": 0.3 if change == "group" else 0.1}]
+    kind: Any = torch.optim.RMSprop if change == "optimizer" else torch.optim.SGD
+    loss: Any = partial(functional.cross_entropy, label_smoothing=0.1 if change == "smoothing" else 0.0)
+    if change == "loss":
+        loss = nn.MSELoss()
+    samples = {"training data": None if change == "stream" else 64, "evaluation data": 7 if change == "evaluation" else 8}
+    return dict(facts_of_training(model, kind(groups, **settings), loss, samples))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("dropout", "the model"),
+        ("dtype", "the list of the model's parameters"),
+        ("frozen", "the list of the model's parameters"),
+        ("lr", "the optimizer"),
+        ("group", "the optimizer"),
+        ("optimizer", "the optimizer"),
+        ("smoothing", "the loss"),
+        ("loss", "the loss"),
+        ("stream", "the number of samples of the training data"),
+        ("evaluation", "the number of samples of the evaluation data"),
+    ],
+)
+def test_each_change_is_seen_and_nothing_else(change: str, what: str) -> None:
+    usual, changed = facts(), facts(change)
+    assert [name for name in usual if usual[name] != changed[name]] == [what]
+
+
+def test_what_differs_between_processes_that_have_the_same_does_not_count() -> None:
+    class Odd(nn.Module):
+        def __init__(self, where: str) -> None:
+            super().__init__()
+            self.where = where
+
+        def extra_repr(self) -> str:
+            return self.where
+
+    one, other = (
+        facts_of_training(Odd(where), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5)))
+        for where in ("<function f at 0x7f01>, cuda:0", "<function f at 0x7ea2>, cuda:1")
+    )
+    assert one == other
+    assert "group 0: lr = 0.5" in one["the optimizer"]
+
+
+def test_a_model_without_shapes_yet_is_described() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert any(
+        "of no shape yet" in line for line in facts_of_training(nn.LazyLinear(3), optimizer)["the list of the model's parameters"]
+    )
+
+
+def test_files_are_the_users_own() -> None:
+    found = files()
+    assert any("test_alike.py" in name for name in found)
+    assert not any("torch" in name or "module zmqtrain" in name for name in found)

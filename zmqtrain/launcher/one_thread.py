@@ -1,0 +1,24 @@
+"""Keeps a process that will fork at one thread."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+#: OpenBLAS reads it when it is loaded.
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+
+
+def import_numpy() -> None:
+    """Import numpy, whose BLAS starts a thread for each processor otherwise, with one thread."""
+    if "numpy" in sys.modules:
+        return
+    before = os.environ.get(_BLAS_THREADS)
+    os.environ[_BLAS_THREADS] = "1"
+    try:
+        import numpy  # noqa: F401
+    finally:
+        if before is None:
+            del os.environ[_BLAS_THREADS]
+        else:
+            os.environ[_BLAS_THREADS] = before

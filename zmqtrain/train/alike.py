@@ -1,0 +1,143 @@
+"""What the workers of a run must have alike: model, optimizer, loss, and the numbers of samples.
+
+Machines without a common file system have copies of the task, and one of them may be older. Its worker would train something else,
+and nobody would notice. So each worker says what it has, and the first to say so is the measure; a difference ends the run. Files
+that differ may do so on purpose (paths of the machine), and are only warned of.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+import zmqtrain
+from zmqtrain.errors import TaskError
+from zmqtrain.membership.alike import MOST_THINGS, Difference, Facts, bounded
+from zmqtrain.membership.context import RoleContext
+
+#: The name of what is said of an optimizer.
+OPTIMIZER = "the optimizer"
+#: Of the words in a module's description, those that differ between processes that have the same: addresses, and devices.
+_OWN = re.compile(r"0x[0-9a-f]+|\b(cuda|xpu|mps):\d+")
+#: Parts of the paths of files that are not the user's own.
+_INSTALLED = ("site-packages", "dist-packages")
+_REMEDY = (
+    "All workers must train the same: is the same version of the code and the data on each machine? [engine] sync = true copies "
+    "the folder in which you launch"
+)
+
+
+async def require_same_training(context: RoleContext, subject: str, facts: Facts) -> None:
+    """Say what this worker has, and compare it with what others have said of the same ``subject``. Files of the user's are compared
+    if the run has several hosts.
+
+    Raises `TaskError` if something else than files differs."""
+    membership, host = context.membership, context.role.host
+    differences = await membership.alike(subject, host, facts)
+    if differences:
+        raise TaskError(f"{_said(differences[0], context)}. {_REMEDY}")
+    if len({role.host for role in context.placement.workers}) > 1:
+        for difference in await membership.alike(f"{subject}: files", host, files()):
+            text = f"{difference.what} on {host} is another than on {difference.host}: they may train something else"
+            context.recorder.event("warning", text=text)
+
+
+def _said(difference: Difference, context: RoleContext) -> str:
+    own, their = (f"{text!r}" if text else "nothing more" for text in (difference.ours, difference.theirs))
+    here, there = context.role, difference
+    where = (f" on {here.host}", f" on {there.host}") if here.host != there.host else ("", "")
+    return f"{difference.what} of {here.peer}{where[0]} differs from that of {there.first}{where[1]}: {own}, and there {their}"
+
+
+def facts_of_training(
+    model: nn.Module | None, optimizer: Optimizer, loss: Any = None, samples: Mapping[str, int | None] | None = None
+) -> Facts:
+    """What is compared.
+
+    Args:
+        model: a whole one; ``None``: it is divided, and each worker has another part.
+        optimizer: the worker's.
+        loss: ``None``: it is not known.
+        samples: their numbers, of the training and the evaluation data; ``None`` for a stream.
+    """
+    facts = {OPTIMIZER: [type(optimizer).__name__, *_groups(optimizer)]}
+    if model is not None:
+        facts["the model"] = [_OWN.sub("", line).strip() for line in repr(model).splitlines()]
+        parameters = (_tensor(name, value, trained=value.requires_grad) for name, value in model.named_parameters())
+        facts["the list of the model's parameters"] = list(parameters)
+    if loss is not None:
+        facts |= facts_of_loss(loss)
+    for what, number in (samples or {}).items():
+        facts[f"the number of samples of the {what}"] = ["a stream" if number is None else str(number)]
+    return {what: bounded(items) for what, items in facts.items()}
+
+
+def facts_of_loss(loss: Any) -> dict[str, list[str]]:
+    """What is compared of a loss: the function's name, a module's settings."""
+    return {"the loss": bounded([_OWN.sub("", _name(loss))])}
+
+
+def files() -> Facts:
+    """The user's own modules in this process, each with a digest of its file."""
+    found = {}
+    for name, path in sorted(_own_files()):
+        what = path.name if name == "__main__" else f"{path.name} (module {name})"
+        with suppress(OSError):
+            found[what] = [blake2b(path.read_bytes(), digest_size=8).hexdigest()]
+    return dict(list(found.items())[:MOST_THINGS])
+
+
+def _own_files() -> Iterator[tuple[str, Path]]:
+    ours, base = Path(zmqtrain.__file__).parent, Path(sys.base_prefix)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        path = Path(os.path.abspath(file))
+        if not any(part in path.parts for part in _INSTALLED) and not path.is_relative_to(ours) and not path.is_relative_to(base):
+            yield name, path
+
+
+def _groups(optimizer: Optimizer) -> Iterator[str]:
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"group {number} of {len(group['params'])} tensors"
+        for name, value in sorted(group.items()):
+            if name != "params":
+                yield f"group {number}: {name} = {_plain(value)}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    if isinstance(value, tuple | list):
+        return str([_plain(each) for each in value])
+    return str(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def _tensor(name: str, value: torch.Tensor, *, trained: bool) -> str:
+    shape = "of no shape yet" if is_lazy(value) else tuple(value.shape)
+    return f"{name} {shape} {str(value.dtype).removeprefix('torch.')}{'' if trained else ', frozen'}"
+
+
+def _name(function: Any) -> str:
+    match function:
+        case nn.Module():
+            return repr(function)
+        case partial():
+            settings: Iterable[str] = (f"{name}={_plain(value)}" for name, value in sorted(function.keywords.items()))
+            return f"{_name(function.func)}({', '.join([*map(_plain, function.args), *settings])})"
+    named = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    return str(getattr(named, "__qualname__", type(function).__name__))
