@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import psutil
 import zmq
 
 from benchmarks.case import Case, case_of
@@ -52,14 +51,14 @@ threads = 1
 shared_memory = false
 """
 _SCRIPT = """
-import pathlib, time, torch, zmqtrain
+import os, pathlib, time, torch, zmqtrain
 from torch import nn
 with zmqtrain.session() as session:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10))
     model, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.01))
     inputs, target = torch.randn(64, 512), torch.randint(10, (64,))
-    pathlib.Path(f"ready-{session.rank}").touch()
+    pathlib.Path(f"ready-{session.rank}").write_text(os.environ["ZMQTRAIN_COORDINATOR"])
     ends, over = [], torch.zeros(1)
     while not over.item():
         optimizer.zero_grad()
@@ -82,7 +81,7 @@ def bench_flood(*, rate: int = RATE, phase_s: float = PHASE_S, phases: int = PHA
     themselves take counts on both sides), and with none, in turn. Medians of ratios. Raises `ZmqTrainError` if the run fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with _launched(folder) as process, _strangers(_doors(folder, process), rate) as strangers:
+        with _launched(folder) as process, _strangers(_doors(folder), rate) as strangers:
             spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
             attempts = 0
             for turn in range(phases):
@@ -122,7 +121,7 @@ def _launched(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (folder / "said").open("wb") as said, subprocess.Popen(command, cwd=folder, stdout=said, stderr=said) as process:
         try:
             deadline = time.monotonic() + PATIENCE_S
-            while not all((folder / f"ready-{rank}").exists() for rank in (0, 1)):
+            while not all(path.exists() and path.read_text() for path in (folder / "ready-0", folder / "ready-1")):
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise ZmqTrainError(f"the launch failed: {_said(folder)}")
                 time.sleep(0.05)
@@ -136,11 +135,10 @@ def _said(folder: Path) -> str:
     return (folder / "said").read_text(errors="replace")[-2000:]
 
 
-def _doors(folder: Path, launcher: subprocess.Popen[bytes]) -> list[str]:
+def _doors(folder: Path) -> list[str]:
     """The addresses of all processes of the run; the coordinator's, which comes first, with its key."""
     events = (json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines())
-    agent = next(process for process in psutil.Process(launcher.pid).children() if "agent" in process.cmdline())
-    return [agent.environ()["ZMQTRAIN_COORDINATOR"], *(event["values"]["address"] for event in events if event["kind"] == "join")]
+    return [(folder / "ready-0").read_text(), *(event["values"]["address"] for event in events if event["kind"] == "join")]
 
 
 # Strangers --------------------------------------------------------------------------------------------------------------------

@@ -201,7 +201,9 @@ def _soak(name: str, seconds: float, every: float, chance: random.Random) -> Ite
             environ = {**os.environ, "TMPDIR": str(temporary), _MARK: str(folder)}
             process = subprocess.Popen(command, cwd=folder, env=environ, stdout=output, stderr=output, start_new_session=True)
             try:
-                faults, watches = _disturb(process, name, every, chance, start + PATIENCE * seconds + 60)
+                faults, watches = _disturb(
+                    process, name, every, chance, folder / "run" / "events.jsonl", start + PATIENCE * seconds + 60
+                )
             finally:
                 _end(process)
         took = time.monotonic() - start
@@ -253,13 +255,13 @@ def judge_held(name: str, watches: Sequence[Watch]) -> None:
 
 
 def _disturb(
-    process: subprocess.Popen[bytes], name: str, every: float, chance: random.Random, deadline: float
+    process: subprocess.Popen[bytes], name: str, every: float, chance: random.Random, events: Path, deadline: float
 ) -> tuple[dict[str, int], list[Watch]]:
     """A fault every few seconds, once all have joined, until the run ends. Returns how many of each, and the processes."""
     faults: dict[str, int] = {}
     watches: dict[int, Watch] = {}
     spared = {f"worker/{chance.randrange(GROUPS)}", f"server/{chance.randrange(HOSTS)}"}
-    due = time.monotonic() + every
+    due = float("inf")
     while process.poll() is None:
         now = time.monotonic()
         if now > deadline:
@@ -268,6 +270,8 @@ def _disturb(
         for who, each in sorted({**_leaders(process.pid), **roles}.items()):
             with suppress(psutil.Error, OSError):
                 watches.setdefault(each.pid, Watch(who)).held.append(_held(each, now))
+        if due == float("inf") and _all_have_joined(events):
+            due = now + every
         if now >= due and len([role for role in roles if role.startswith("worker/")]) == GROUPS:
             due = now + every
             kind = chance.choice(list(FAULTS))
@@ -276,6 +280,12 @@ def _disturb(
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
     return faults, list(watches.values())
+
+
+def _all_have_joined(events: Path) -> bool:
+    with suppress(FileNotFoundError), events.open() as lines:
+        return any(json.loads(line).get("kind") == "running" for line in lines if line.endswith("\n"))
+    return False
 
 
 def _leaders(launcher: int) -> dict[str, psutil.Process]:

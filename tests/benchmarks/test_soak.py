@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.soak import SHAPES, WARM_UP_S, WATCHED_S, WHOLE, Held, SoakError, Watch, bench_soak, judge, judge_held
+from benchmarks.soak import (
+    SHAPES,
+    WARM_UP_S,
+    WATCHED_S,
+    WHOLE,
+    Held,
+    SoakError,
+    Watch,
+    _all_have_joined,
+    bench_soak,
+    judge,
+    judge_held,
+)
 from zmqtrain.errors import UsageError
 
 
@@ -57,6 +70,16 @@ def test_open_files_may_come_and_go_but_not_become_more() -> None:
     judge_held("gossip", [going])
     with pytest.raises(SoakError, match=r"gossip: the launcher has .* more open files or threads than when it was warm"):
         judge_held("gossip", [going, leaking])
+
+
+def test_faults_begin_once_all_have_joined(tmp_path: Path) -> None:
+    """A run that loses a worker before that ends, as it should."""
+    events = tmp_path / "events.jsonl"
+    assert not _all_have_joined(events)
+    events.write_text('{"kind":"join"}\n{"kind":"runn')
+    assert not _all_have_joined(events)
+    events.write_text('{"kind":"join"}\n{"kind":"running"}\n{"kin')
+    assert _all_have_joined(events)
 
 
 def test_unknown_parts_are_refused() -> None:
