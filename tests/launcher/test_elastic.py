@@ -126,6 +126,30 @@ def test_servers_go_on_without_the_first_worker_and_with_its_successor(tmp_path:
         assert summary["checkpoints"]["newest"] in (STEPS, STEPS + 1)
 
 
+def test_a_group_goes_on_without_one_of_its_workers_and_with_its_successor(tmp_path: Path) -> None:
+    """Every sample of all epochs counts once."""
+    (tmp_path / "task.py").write_text(waiting(5))
+    topology = TOPOLOGY.format(restarts=1, steps=STEPS, kind="model_server")
+    topology = topology.replace(f"steps = {STEPS}", "epochs = 10\neval_every = 160").replace("elastic = true\n", "")
+    topology = topology.replace("groups = 3", "groups = 2\ngroup_size = 2")
+    (tmp_path / "trial.toml").write_text(topology)
+    with Launched(tmp_path, "trial.toml") as run:
+        roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 4)
+        run.wait_for(r"^step ")
+        kill(tmp_path, next(int(match[2]) for match in roles if match[1] == "worker/0"))
+        assert run.end() == 0, run
+        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+        assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/0"]
+        views = [event["values"]["members"] for event in events if event["kind"] == "view" and event["rank"] == 1]
+        assert views[0] == ["worker/1", "worker/2", "worker/3"]
+        assert views[-1] == ["worker/0", "worker/1", "worker/2", "worker/3"]
+        summary = run.json("summary.json")
+        assert summary["eval"]["eval_loss"] < 1e-3
+        account = summary["account"]
+        assert (account["due"], account["counted"]) == (5120, 5120)
+        assert (run.run / "model.safetensors").exists()
+
+
 #: What comes before the task: the first steps of all are quick. Then those who stay wait until the other has left, and that
 #: one until it is asked to, and a while in each step that it makes nevertheless.
 LEAVES = """

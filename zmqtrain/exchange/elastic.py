@@ -21,6 +21,7 @@ from typing import Protocol
 from zmqtrain.collectives.group import Group
 from zmqtrain.data.division import Division, Span
 from zmqtrain.data.slots import Life, Slot, SlotPlan
+from zmqtrain.data.teams import Team, first_teams
 from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError, ViewChangedError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.groups import Groups
@@ -77,6 +78,7 @@ class ElasticMembers:
         divided: int | None = None,
         every: int = 1,
         spares: int = 0,
+        groups: Sequence[Sequence[PeerId]] = (),
     ) -> None:
         """
         Args:
@@ -84,6 +86,7 @@ class ElasticMembers:
             divided: the samples of a step, if all workers train in step and divide these.
             every: their gradients are summed in the last of so many steps.
             spares: how many of the workers, the last ones, may come later.
+            groups: those that form teams, if groups of several workers train batches of their own (`zmqtrain.data.teams`).
         """
         self._divided, self._every = divided, every
         self.divides = divided is not None
@@ -96,6 +99,10 @@ class ElasticMembers:
         late = {peer: here.get(peer, mine) for peer in workers if peer in here or peer == endpoint.peer}
         first = late if membership.late else {peer: here.get(peer, 0) for peer in workers[: len(workers) - spares]}
         self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # first step; members and their incarnations
+        self._name: PeerId = next((group[0] for group in groups if endpoint.peer in group), endpoint.peer)  # of the group
+        self._teams: list[tuple[int, tuple[Team, ...]]] = []  # their first step, and the teams
+        if groups and not membership.late:
+            self._teams.append((0, first_teams(groups, first)))
         self._complete = [-1]  # for each of these: the newest step that counted with all who trained it
         self._versions = [-1]  # for each of these: the version of the view
         self._begun = -1 if membership.late else 0  # the newest step that may have begun
@@ -104,6 +111,7 @@ class ElasticMembers:
         self._error: BaseException | None = None
         self._changes: list[Change] = []
         self._prepare: Prepare | None = None
+        self._enter: Callable[[], Awaitable[bool]] | None = None
         self._viewed = asyncio.Event()
         self._groups = Groups(endpoint, timeouts.barrier_s)
         self._commits: Commits | None = None
@@ -118,14 +126,41 @@ class ElasticMembers:
         return tuple(self._plan(step)[1])
 
     def slot(self, step: int) -> Slot | None:
-        return None if self.slots is None else self.slots.slot(step, self._life)
+        return None if self.slots is None else self.slots.slot(step, self._unit)
+
+    @property
+    def _unit(self) -> Life:
+        team = self.team()
+        return self._life if team is None else team.unit
 
     def turn(self, step: int) -> Slot | None:
-        return None if self.slots is None else self.slots.turn(step, self._life)
+        if self.slots is None:
+            return None
+        # The team that trains the step may be another one by now.
+        unit = next((unit for unit in self.slots.at(step).members if unit[0] == self._name), None)
+        return None if unit is None else self.slots.turn(step, unit)
+
+    @property
+    def teams(self) -> tuple[Team, ...]:
+        return self._teams[-1][1] if self._teams else ()
+
+    def team(self) -> Team | None:
+        return next((team for team in self.teams if self._life in team.members), None)
+
+    def form(self, since: int, teams: tuple[Team, ...]) -> None:
+        self._teams.append((since, teams))
+
+    def share(self, step: int) -> tuple[int, int]:
+        for since, teams in reversed(self._teams):
+            team = next((team for team in teams if team.name == self._name), None)
+            if since <= step and team is not None and self._life in team.members:
+                return team.members.index(self._life), len(team.members)
+        return 0, 1
 
     def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
         if self.slots is None:
-            self.slots = SlotPlan(list(self._plan(0)[1].items()), since=since, first=first, left=[Slot(number) for number in left])
+            units = [team.unit for team in self.teams] or list(self._plan(0)[1].items())
+            self.slots = SlotPlan(units, since=since, first=first, left=[Slot(number) for number in left])
         return self.slots
 
     def begin_division(self, since: int = 0, first: int | None = None, left: Sequence[Span] = ()) -> None:
@@ -216,6 +251,8 @@ class ElasticMembers:
 
     async def begin(self, step: int, due: Callable[[], bool]) -> bool:
         await self.settled()
+        while self._enter is not None and due() and not await self._enter():
+            await self.settled()
         if not due():
             return False
         self._begun = max(self._begun, step)
@@ -226,6 +263,9 @@ class ElasticMembers:
 
     def before_change(self, prepare: Prepare) -> None:
         self._prepare = prepare
+
+    def before_steps(self, enter: Callable[[], Awaitable[bool]]) -> None:
+        self._enter = enter
 
     async def all_trained(self, step: int, more: Callable[[], bool]) -> int | None:
         await self.settled()
@@ -327,7 +367,7 @@ class ElasticMembers:
                 continue
             step = newest + 1
             if self._prepare is not None:
-                step = await self._prepare(step, living)
+                step = await self._prepare(step, living, view.version)
             self._plans.append((step, living))
             self._complete.append(decision.newest)
             self._versions.append(decision.version)

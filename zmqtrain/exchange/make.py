@@ -19,7 +19,9 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
     workers = tuple(worker.peer for worker in context.placement.everyone)
     elastic = context.topology.elastic and not (script and context.topology.exchange.kind == "model_server")
     if elastic and context.membership is not None:
-        exchange, groups = context.topology.exchange, context.placement.groups
+        exchange, placement = context.topology.exchange, context.placement
+        groups = placement.groups
+        teams = exchange.kind == "model_server" and placement.group_size > 1
         return ElasticMembers(
             context.endpoint,
             context.membership,
@@ -28,7 +30,8 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
             recorder=context.recorder,
             divided=groups * context.topology.compute.batch_size if exchange.kind == "allreduce" else None,
             every=exchange.every_steps(groups),
-            spares=len(context.placement.spares),
+            spares=len(placement.spares),
+            groups=[placement.group_members(group) for group in range(groups)] if teams else (),
         )
     return FixedMembers(context.endpoint, workers, timeout_s=context.timeouts.barrier_s)
 

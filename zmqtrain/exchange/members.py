@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 from zmqtrain.collectives.group import Group
 from zmqtrain.data.division import Division, Span
 from zmqtrain.data.slots import Slot, SlotPlan
+from zmqtrain.data.teams import Team
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.wire.payload import Value
 
@@ -15,9 +16,10 @@ T = TypeVar("T")
 
 #: Called when others take part from a step on: with the step, and all workers that then take part.
 Change = Callable[[int, tuple[PeerId, ...]], None]
-#: Prepares a change of the members, which all have agreed on, for a step: gets the step and the processes (incarnations) that take
-#: part from there on. Returns the step from which they do; the same on all members, and not before the given one.
-Prepare = Callable[[int, Mapping[PeerId, int]], Awaitable[int]]
+#: Prepares a change of the members, which all have agreed on, for a step: gets the step, the processes (incarnations) that take
+#: part from there on, and the version of the view that says so. Returns the step from which they do; the same on all members, and
+#: not before the given one.
+Prepare = Callable[[int, Mapping[PeerId, int], int], Awaitable[int]]
 
 
 class Members(Protocol):
@@ -34,12 +36,17 @@ class Members(Protocol):
     division: Division | None
     """Who trains which samples, once it has begun."""
 
+    @property
+    def teams(self) -> tuple[Team, ...]:
+        """The teams of all groups now, if groups have several workers of which some may be lost and the others go on."""
+        ...
+
     def at(self, step: int) -> tuple[PeerId, ...]:
         """The workers that train ``step``, by rank."""
         ...
 
     def slot(self, step: int) -> Slot | None:
-        """What this worker trains at ``step``, if there are `slots`; ``None``: nothing."""
+        """What this worker trains at ``step`` (its team, if there are `teams`), if there are `slots`; ``None``: nothing."""
         ...
 
     def turn(self, step: int) -> Slot | None:
@@ -49,6 +56,18 @@ class Members(Protocol):
     def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
         """Begin `slots`, if they have not begun: with what is left at ``since`` in a run that is resumed there, if that is not what
         follows from the step alone."""
+        ...
+
+    def team(self) -> Team | None:
+        """This worker's team now, if there are `teams`."""
+        ...
+
+    def form(self, since: int, teams: tuple[Team, ...]) -> None:
+        """These are the `teams` from ``since`` on."""
+
+    def share(self, step: int) -> tuple[int, int]:
+        """This worker's place among those that divide the samples of its batch at ``step``, and their number. May be called in any
+        thread."""
         ...
 
     def begin_division(self, since: int = 0, first: int | None = None, left: Sequence[Span] = ()) -> None:
@@ -109,6 +128,9 @@ class Members(Protocol):
     def before_change(self, prepare: Prepare) -> None:
         """Call ``prepare`` before each change, and wait for it."""
 
+    def before_steps(self, enter: Callable[[], Awaitable[bool]]) -> None:
+        """`begin` lets a step begin only if ``enter()`` has returned true, with nobody lost or come since."""
+
     def on_change(self, change: Change) -> None:
         """Call ``change(step, members)`` whenever it becomes known that other workers train from ``step`` on, before that step may
         begin."""
@@ -148,6 +170,19 @@ class FixedMembers:
 
     def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
         raise AssertionError("fixed members take the batches that follow from the step")
+
+    @property
+    def teams(self) -> tuple[Team, ...]:
+        return ()
+
+    def team(self) -> Team | None:
+        return None
+
+    def form(self, since: int, teams: tuple[Team, ...]) -> None:
+        raise AssertionError("fixed members form no teams")
+
+    def share(self, step: int) -> tuple[int, int]:
+        raise AssertionError("fixed members take the samples that follow from the step")
 
     def begin_division(self, since: int = 0, first: int | None = None, left: Sequence[Span] = ()) -> None:
         return None
@@ -193,6 +228,9 @@ class FixedMembers:
         raise AssertionError("fixed members wait at a barrier")
 
     def before_change(self, prepare: Prepare) -> None:
+        return None
+
+    def before_steps(self, enter: Callable[[], Awaitable[bool]]) -> None:
         return None
 
     def on_change(self, change: Change) -> None:

@@ -7,24 +7,29 @@ The life of a bucket, while backward and the next forward run::
 
 Each worker of a group exchanges only its part of a bucket, so the servers' traffic is one model per group.
 
-With members that survive losses (groups of one worker), `zmqtrain.exchange.server_changes` tells servers who takes part from which
-step on; a worker that comes late then gets the parameters for its first step from them.
+With members that survive losses, `zmqtrain.exchange.server_changes` tells servers who takes part from which step on; a worker that
+comes late then gets the parameters for its first step from them. So do all workers of a group of several that has lost one, or got
+one: they give up the steps that the old team has under way, and go on as a new team (`zmqtrain.data.teams`)::
+
+    change of the team -> exchanges under way are abandoned, their buckets are free -> the step ends, and counts only as far as the
+    old team's pushes have arrived -> ... -> read the parameters with which the new team begins -> its first step
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from zmqtrain.collectives.group import Group
-from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
+from zmqtrain.collectives.group import Group, bounds
+from zmqtrain.collectives.operations import all_gather, all_reduce, broadcast, reduce_scatter
 from zmqtrain.collectives.unreached import Cuts
+from zmqtrain.data.teams import Team, owner_of
 from zmqtrain.errors import CheckpointError, PeerLostError, ProtocolError, UsageError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
@@ -55,7 +60,7 @@ from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.membership.client import Membership
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.elastic import ASKING
-from zmqtrain.waiting import in_time, together
+from zmqtrain.waiting import abandoned, in_time, together
 from zmqtrain.wire.compress import Compressor, make_compressor
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.phantom import PhantomPayload
@@ -63,6 +68,20 @@ from zmqtrain.wire.tensor import TensorPayload
 
 #: The request for what a worker has beside its parameters.
 BESIDE = "model_server.beside"
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """For whom, and with whom, a step is trained."""
+
+    group: Group
+    """Those of the group who train it."""
+    whole: bool
+    """Whether these are all that the group began with."""
+    life: int | None = None
+    """How servers know them, if they may be lost."""
+    torn: tuple[tuple[int, int], ...] = ()
+    """The lives that were lost while they trained this batch, and their steps."""
 
 
 class ModelServerExchange:
@@ -83,8 +102,10 @@ class ModelServerExchange:
         """``members``: given if they survive losses. ``membership``: given if servers survive them, too."""
         self._members: Members | None = members
         self._changes: ServerChanges | None = None
-        self._torn: tuple[tuple[int, int], ...] = ()
-        self._life: int | None = None
+        self._team: Team | None = None  # if groups have several workers, and may lose some
+        self._entered: int | None = None  # the life of the team with whose first parameters this worker has begun
+        self._giving_up: asyncio.Task[None] | None = None
+        self._entering: asyncio.Task[None] | None = None
         self._kept_by: dict[int, PeerId] = {}  # shard -> the server that was told to keep the last checkpoint
         self._asked: list[PeerId] = []  # late workers that want to begin with what this one has beside its parameters
         self._rests = False  # it trains no step now
@@ -99,6 +120,7 @@ class ModelServerExchange:
             f"model_server/{settings.group}",
             timeout_s=settings.barrier_s,
         )
+        self._turn = _Turn(self._group, whole=True)
         self._judges = self._group
         if settings.policy == "sync":
             all_workers = tuple(peer for group in settings.groups for peer in group)
@@ -108,6 +130,7 @@ class ModelServerExchange:
         self._base: OptimizerSpec | None = None
         self._compensation = settings.compensation
         self._changed: Sequence[Mapping[str, Value] | None] = ()
+        self._pieces: dict[int, list[Piece]] = {}  # bucket -> all its pieces
         self._mine: dict[int, list[Piece]] = {}  # bucket -> the pieces that this worker exchanges
         self._cuts: dict[int, Cuts] = {}  # bucket -> where pieces divide parameters
         self._first: dict[int, list[Piece]] = {}  # bucket -> the pieces whose initial values come from this worker
@@ -151,7 +174,7 @@ class ModelServerExchange:
     @property
     def moves(self) -> bool:
         """Whether the servers' parameters may change between two steps of a group."""
-        return not self.synchronous and len(self._settings.groups) > 1
+        return not self.synchronous and (len(self._settings.groups) > 1 or self._team is not None)
 
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         """Configure the servers (worker 0), give them the first values unless ``restored``, and read what they hold."""
@@ -177,17 +200,19 @@ class ModelServerExchange:
             own = [piece for piece in cut if piece.bucket == number]
             if bucket.starts and isinstance(bucket.gradients, TensorPayload):
                 self._cuts[bucket.index] = Cuts(bucket.starts, [piece.start for piece in own], bucket.gradients.tensor.dtype)
-            self._mine[bucket.index] = [piece for piece in own if piece.position == settings.position]
+            self._pieces[bucket.index] = own
             first = settings.group == 0 and settings.position == configuration.buckets[number].first
             if first and not restored and not late:
                 self._first[bucket.index] = own
+        self._divide()
         if late and self._members is not None:
             # Before the others wait for this worker in their steps: then they would not come to answer.
             await self._take_beside(self._members, replica)
             first_step = await self._members.join()
-            await self._reads().entered()
-            for bucket in replica.buckets:
-                replica.parameters_ready(bucket)
+            if self._team is None:
+                await self._read_entered()
+            while not await self._enter():
+                await self._members.settled()
             return first_step
         starting = [self._ask_servers("configure", configuration.to_value())] if settings.group == settings.position == 0 else []
         await together(self._reads().initial(), self._send_initial(replica), *starting)
@@ -200,10 +225,77 @@ class ModelServerExchange:
         members, settings = self._members, self._settings
         if members is None:
             return False
-        self._changes = ServerChanges(self._heads, members, timeout_s=settings.barrier_s, recorder=self._recorder)
-        self._life = members.incarnation(self._endpoint.peer, 0)
+        groups = settings.groups if max(map(len, settings.groups)) > 1 else ()
+        self._changes = ServerChanges(self._heads, members, groups, timeout_s=settings.barrier_s, recorder=self._recorder)
+        self._team = members.team()
+        self._entered = None if self._team is None else self._team.life
         self._endpoint.serve(BESIDE, self._on_beside)
+        if groups:
+            members.on_change(self._on_change)
+            members.before_steps(self._enter)
         return members.late
+
+    @property
+    def _life(self) -> int | None:
+        """How servers know this worker, or its team, if it may be lost."""
+        if self._members is None:
+            return None
+        return self._members.own_incarnation if self._team is None else self._team.life
+
+    # Teams.
+
+    def _divide(self) -> None:
+        """Take this worker's part of what its group exchanges."""
+        settings, me = self._settings, self._endpoint.peer
+        peers = settings.groups[settings.group] if self._team is None else self._team.peers
+        if self._team is not None:
+            name = f"model_server/{settings.group}/{self._team.life}"
+            self._group = Group(self._endpoint, peers, peers.index(me), name, timeout_s=settings.barrier_s)
+        for index, pieces in self._pieces.items():
+            self._mine[index] = [piece for piece in pieces if owner_of(piece.position, peers) == me]
+
+    def _on_change(self, step: int, living: tuple[PeerId, ...]) -> None:
+        """All know who trains from a step on."""
+        assert self._members is not None
+        team = self._members.team()
+        if team is None or (self._team is not None and team.life == self._team.life):
+            return
+        self._team = team
+        self._divide()
+        if self._entering is not None:
+            self._entering.cancel()
+        given_up = self._give_up(self._giving_up, self._under_way.give_up(self._replica_started().parameters_ready))
+        self._giving_up = asyncio.get_running_loop().create_task(given_up, name="give up a team's steps")
+
+    async def _give_up(self, before: asyncio.Task[None] | None, freed: Awaitable[None]) -> None:
+        if before is not None:
+            await asyncio.wait({before})
+        await freed
+
+    async def _enter(self) -> bool:
+        """Read the parameters with which this worker's team begins. Returns whether there was nothing to read any more; if not, the
+        team may be another one meanwhile."""
+        team = self._team
+        if team is None or self._entered == team.life:
+            return True
+        if self._giving_up is not None:
+            await asyncio.wait({self._giving_up})
+        if self._team is team:
+            self._entering = entering = asyncio.get_running_loop().create_task(self._read_entered(), name="enter")
+            try:
+                await asyncio.wait({entering})
+            finally:
+                self._entering = None
+                await abandoned([entering])
+            if self._team is team:
+                entering.result()
+                self._entered = team.life
+        return False
+
+    async def _read_entered(self) -> None:
+        await self._reads().entered()
+        for bucket in self._replica_started().buckets:
+            self._replica_started().parameters_ready(bucket)
 
     async def _take_beside(self, members: Members, replica: Replica) -> None:
         """Begin with what another worker has beside its parameters (the model's buffers), if there is one that has begun."""
@@ -248,7 +340,8 @@ class ModelServerExchange:
         if self._members is not None:
             slot = self._members.slot(step)
             assert slot is not None, f"step {step} has no batch for this worker"
-            self._torn = slot.torn
+            whole = self._group.size == len(self._settings.groups[self._settings.group])
+            self._turn = _Turn(self._group, whole, self._life, slot.torn)
             self._recorder.audit("takes", step=step, slot=slot.number)
         assert self._base is not None
         self._under_way.begin(step, len(self._replica.buckets))
@@ -295,13 +388,16 @@ class ModelServerExchange:
         """Read the parameters of one moment. For its next step a group reads buckets at different moments, while others push, so it
         reads once more here. That is not needed in synchronous training; with snapshots only for what is kept a moment later."""
         settings = self._settings
-        mine = settings.group == 0 or self._members is not None  # then whoever asks is the one that reads
-        if not mine or not (last or (self.moves and (kept is not None or not settings.snapshot))):
+        alone = self._members is not None  # then whoever asks is the one that reads
+        if not (alone or settings.group == 0) or not (last or (self.moves and (kept is not None or not settings.snapshot))):
             return
+        versions = dict(self._versions)
         if kept is not None:
             await self._reads().shown(kept_label(kept), asked=self._kept_by)
         else:
-            await self._reads().shown(label, asks=settings.position == 0)
+            await self._reads().shown(label, asks=alone or settings.position == 0)
+        if self._team is not None:  # it goes on with what all of its team have
+            self._versions = versions
         for bucket in self._replica_started().buckets:
             self._replica_started().parameters_ready(bucket)
 
@@ -316,6 +412,9 @@ class ModelServerExchange:
         if self._asked:
             asked, self._asked = self._asked, []
             await self._give_beside(asked)
+        if self._members is not None:  # servers must not wait for a team that they have not let in yet
+            while not await self._enter():
+                await self._members.settled()
         if self._replica is not None:
             plan = None if self._members is None else self._members.slots
             await self._ask_servers("left", *([] if plan is None else [plan.eras[-1].since]))
@@ -323,13 +422,15 @@ class ModelServerExchange:
     async def stop(self) -> None:
         """Tell the servers that this worker has finished. Call `settle` first; pending transfers are abandoned, so that a run that
         stops early waits for no other worker."""
-        await self._under_way.cancel()
-        self._arithmetic.close()
         if self._members is not None:
             await self._members.stop()
+        if self._giving_up is not None:
+            await abandoned([self._giving_up])
+        await self._under_way.cancel()
+        self._arithmetic.close()
         if self._replica is None:
             return
-        await self._ask_servers("finished", *([] if self._life is None else [self._life]))
+        await self._ask_servers("finished", *([] if self._members is None else [self._members.own_incarnation]))
 
     def staleness(self) -> Sequence[int]:
         result, self._staleness = self._staleness, []
@@ -372,7 +473,9 @@ class ModelServerExchange:
             resumed=None if self._resumed is None else self._resumed[1],
             horizon=self._compensation.horizon,
             phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
-            elastic=None if self._members is None or self._members.slots is None else base_value(self._members.slots),
+            elastic=None
+            if self._members is None or self._members.slots is None
+            else base_value(self._members.slots, self._members.teams),
         )
 
     def _take_back_unsent(self, replica: Replica, numbers: Sequence[int], cut: Sequence[Piece]) -> None:
@@ -408,13 +511,14 @@ class ModelServerExchange:
             await self._endpoint.send(server, resumed_tag(piece.index), payload)
 
     def _reads(self) -> ServerReads:
-        """Reads of all of this worker's pieces at once."""
-        settings = self._settings
+        """Reads of all of this worker's pieces at once; of all pieces, if no other worker of its group must be lost meanwhile."""
+        settings, alone = self._settings, self._members is not None
+        pieces = self._pieces if alone else self._mine
         return ServerReads(
             self._endpoint,
             self._heads,
-            self._group,
-            [(bucket, self._mine[bucket.index]) for bucket in self._replica_started().buckets],
+            None if alone else self._group,
+            [(bucket, pieces[bucket.index]) for bucket in self._replica_started().buckets],
             self._note,
             life=self._life,
             request_s=settings.request_s,
@@ -429,7 +533,17 @@ class ModelServerExchange:
 
     def _begin(self, bucket: Bucket, step: int) -> Coroutine[Any, Any, None]:
         # The step's values are passed along: the next step may begin before this exchange pushes its gradients.
-        return self._exchange(bucket, step, self._changed[bucket.parameter_group], self._clip, self._torn)
+        exchange = self._exchange(bucket, step, self._changed[bucket.parameter_group], self._clip, self._turn)
+        return exchange if self._team is None else self._unless_lost(exchange, self._team.peers)
+
+    async def _unless_lost(self, exchange: Coroutine[Any, Any, None], team: tuple[PeerId, ...]) -> None:
+        try:
+            await exchange
+        except PeerLostError as error:
+            if error.peer not in team:
+                raise
+            await asyncio.sleep(self._settings.barrier_s)  # a change of the team cancels this
+            raise
 
     def _abort(self, error: BaseException) -> None:
         if self._replica is not None:
@@ -441,24 +555,38 @@ class ModelServerExchange:
         step: int,
         changed: Mapping[str, Value] | None,
         clip: GroupClip | None,
-        torn: tuple[tuple[int, int], ...],
+        turn: _Turn,
     ) -> None:
         assert self._replica is not None
-        name, recorder, group = f"bucket {bucket.index}", self._recorder, bucket.sharers(self._group)
+        name, recorder, group = f"bucket {bucket.index}", self._recorder, bucket.sharers(turn.group)
         if group.size > 1:
-            with recorder.span(f"reduce_scatter {name}", "send", step=step):
-                await reduce_scatter(group, bucket.gradients, ("gradients", bucket.index, step), priority=bucket.index)
-        passed_over = clip is not None and not await self._judge(clip, bucket, step)
+            add_up = reduce_scatter if turn.whole else all_reduce
+            with recorder.span(f"{add_up.__name__} {name}", "send", step=step):
+                await add_up(group, bucket.gradients, ("gradients", bucket.index, step), priority=bucket.index)
+        passed_over = clip is not None and not await self._judge(clip, bucket, step, turn.group)
         mine = self._mine[bucket.index]
         with recorder.span(f"exchange {name}", "receive", step=step):
             if len(mine) == 1:
-                await self._exchange_piece(bucket, mine[0], step, changed, passed_over, torn)
+                await self._exchange_piece(bucket, mine[0], step, changed, passed_over, turn)
             else:
-                await together(*(self._exchange_piece(bucket, piece, step, changed, passed_over, torn) for piece in mine))
+                await together(*(self._exchange_piece(bucket, piece, step, changed, passed_over, turn) for piece in mine))
         if group.size > 1:
             with recorder.span(f"all_gather {name}", "receive", step=step):
-                await all_gather(group, bucket.parameters, ("parameters", bucket.index, step), priority=bucket.index)
+                tag = ("parameters", bucket.index, step)
+                await (all_gather if turn.whole else self._gather_parts)(group, bucket.parameters, tag, priority=bucket.index)
         self._replica.parameters_ready(bucket)
+
+    async def _gather_parts(self, team: Group, parameters: Payload, tag: Tag, *, priority: int) -> None:
+        """As `all_gather`, if some of the team have the parts of others, who are lost."""
+        size = len(self._settings.groups[self._settings.group])
+        parts = enumerate(bounds(parameters.numel, size))
+        await together(
+            *(
+                broadcast(team, parameters.part(start, stop), (*tag, position), root=position % team.size, priority=priority)
+                for position, (start, stop) in parts
+                if start < stop
+            )
+        )
 
     async def _exchange_piece(
         self,
@@ -467,13 +595,13 @@ class ModelServerExchange:
         step: int,
         changed: Mapping[str, Value] | None,
         passed_over: bool,
-        torn: tuple[tuple[int, int], ...],
+        turn: _Turn,
     ) -> None:
         """Push a gradient and read the parameters that answer it. The answer proves that the gradient has arrived, so its memory
         is free afterwards. ``passed_over``: no server may use it for an update."""
         gradient: Payload = bucket.gradients.part(piece.start, piece.stop)
         version = self._versions[piece.index]
-        gradient.meta = PushMeta(self._settings.group, version, changed, passed_over, self._life, torn).to_value()
+        gradient.meta = PushMeta(self._settings.group, version, changed, passed_over, turn.life, turn.torn).to_value()
         message = gradient
         if self._compressor is not None and not passed_over:
             message = await self._arithmetic.do(partial(self._compressor.encode, str(piece.index), gradient), gradient)
@@ -501,13 +629,13 @@ class ModelServerExchange:
     def _clips_itself(self) -> bool:
         return self._settings.clip_norm > 0 and not self.synchronous
 
-    async def _judge(self, clip: GroupClip, bucket: Bucket, step: int) -> bool:
+    async def _judge(self, clip: GroupClip, bucket: Bucket, step: int, group: Group) -> bool:
         """Wait until the gradients of all buckets have been added, then scale this worker's part of the bucket. Returns whether the
         whole gradient is finite."""
         own = [bucket.gradients.part(piece.start, piece.stop) for piece in self._mine[bucket.index]]
         if clip.add(await self._arithmetic.do(lambda: sum(map(square, own)), *own)):
             judges = self._settings.judges
-            await all_reduce(self._judges if judges else self._group, clip.squares, ("norm", step))
+            await all_reduce(self._judges if judges else group, clip.squares, ("norm", step))
             finite = clip.decide()
             if judges and self._replica is not None:
                 self._replica.judged(finite, step)

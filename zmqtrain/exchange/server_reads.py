@@ -27,7 +27,7 @@ class ServerReads:
         self,
         endpoint: Endpoint,
         heads: Heads,
-        group: Group,
+        group: Group | None,
         parts: Sequence[tuple[Bucket, Sequence[Piece]]],
         note: Callable[[Piece, Payload], ReadMeta],
         *,
@@ -36,8 +36,13 @@ class ServerReads:
         barrier_s: float,
         recorder: Recorder,
     ) -> None:
-        """``parts``: all buckets, each with the pieces of it that this worker of the ``group`` reads. ``note``: called with what
-        has arrived. ``life``: which of the worker's processes this is, if it may be lost."""
+        """
+        Args:
+            group: those who gather what each has read; ``None``: this worker reads all pieces itself.
+            parts: all buckets, each with the pieces of it that this worker reads.
+            note: called with what has arrived.
+            life: which of the worker's processes this is, or of its teams, if workers may be lost.
+        """
         self._endpoint, self._heads, self._group, self._parts, self._note = endpoint, heads, group, parts, note
         self._life, self._request_s, self._barrier_s, self._recorder = life, request_s, barrier_s, recorder
 
@@ -86,6 +91,8 @@ class ServerReads:
             await self._heads.ask(shard, lambda server: read(shard, server))
 
         await together(*map(of, self._heads.shards))
+        if self._group is None:
+            return
         gathers = [
             all_gather(bucket.sharers(self._group), bucket.parameters, (name, bucket.index), priority=bucket.index)
             for bucket, _ in self._parts

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zmqtrain.net.endpoint import PeerId
 from zmqtrain.server.shard_entry import Gradient, Sum
 from zmqtrain.server.staleness import Decision, DuplicatePushError, Policy, StalenessMachine
 from zmqtrain.wire.payload import Value
@@ -71,12 +72,12 @@ class OrderedEvent:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep the server's state for the checkpoint at ``step``; with ``show`` a group reads it, too."""
+    """Keep the server's state for the checkpoint at ``step``; with ``show`` workers read it, too."""
 
     step: int
     show: bool
-    to: int = 0
-    """The group that reads it."""
+    to: PeerId | None = None
+    """The worker that reads it; ``None``: those of group 0, each its own part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,7 @@ class Aggregator:
         """After `load`: a push that had arrived, and is not applied yet. ``groups``: all of which there is one of this piece."""
         self._unit_of[push.piece].put_back(push, groups)
 
-    def keep(self, step: int, *, show: bool, to: int = 0) -> list[Batch]:
+    def keep(self, step: int, *, show: bool, to: PeerId | None = None) -> list[Batch]:
         """A checkpoint is to be kept. If another server orders events, that server's order counts and this does nothing."""
         if self._order == "follow":
             return []
@@ -319,5 +320,5 @@ def _useful(batches: Iterable[Batch]) -> list[Batch]:
     return [batch for batch in batches if batch.updates or batch.answer or batch.keep or batch.entered]
 
 
-def _keeping(step: int, *, show: bool, to: int = 0) -> Batch:
+def _keeping(step: int, *, show: bool, to: PeerId | None = None) -> Batch:
     return Batch((), (), (), f"checkpoint {step}", Keep(step, show, to))

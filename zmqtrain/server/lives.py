@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from zmqtrain.data.slots import Life
+from zmqtrain.data.teams import Team, teams_of
 from zmqtrain.errors import ProtocolError
-from zmqtrain.exchange.server_changes import plan_of
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.server.serving import Serving
@@ -18,20 +19,27 @@ from zmqtrain.wire.payload import Value
 
 
 class Lives:
-    """The processes (a worker's name and its incarnation) that train with one shard."""
+    """The processes (a worker's name and its incarnation) that train with one shard, and the teams that they form.
 
-    def __init__(self, serving: Serving, workers: Sequence[PeerId], base: Value) -> None:
-        """``workers``: all that the run can have, by rank. ``base``: what the run begins with
+    A team trains as long as all its members are there. When one is lost, the others form another team (`change`)."""
+
+    def __init__(self, serving: Serving, groups: Sequence[Sequence[PeerId]], base: Value) -> None:
+        """``groups``: all workers that the run can have. ``base``: what the run begins with
         (`zmqtrain.exchange.server_changes.base_value`)."""
-        self._serving, self._workers, self._base = serving, workers, base
-        era = plan_of([base, []], {}).eras[0]
-        self.training: dict[PeerId, int] = dict(era.members)
+        self._serving, self._base = serving, base
+        self._groups = {peer: number for number, group in enumerate(groups) for peer in group}
+        since, teams, _, _ = cast(Any, base)
+        self.training: dict[PeerId, int] = {}
+        """The workers that are there."""
+        self._teams: dict[PeerId, Team] = {}  # those that train, by name
+        self._gone: set[Life] = set()  # processes
+        self._take(_teams_of(teams))
         self.finished: set[PeerId] = set()
         """Those that need no server any more."""
-        self._first = era.since
-        self._changes: list[tuple[int, tuple[tuple[PeerId, int], ...]]] = []  # steps, and who trains from there on
-        self._dropped: dict[PeerId, dict[int, int]] = {}  # lives that are lost, each with the step at which it began
-        serving.lives = {self.group_of(peer): life for peer, life in self.training.items()}
+        self._first = int(since)
+        self._changes: list[tuple[int, tuple[Team, ...]]] = []  # steps, and who trains from there on
+        self._dropped: dict[PeerId, dict[int, int]] = {}  # teams that are no more, by name and life: the step at which each began
+        self._tell()
 
     @property
     def since(self) -> int:
@@ -49,37 +57,49 @@ class Lives:
         return self.finished >= self.training.keys()
 
     def group_of(self, peer: PeerId) -> int:
-        """The group that the worker is."""
-        return self._workers.index(peer)
+        """The group of the worker."""
+        return self._groups[peer]
 
     async def drop(self, peer: PeerId, life: int) -> None:
-        """Go on without this process, if it trains."""
-        if self.training.get(peer) == life:
-            del self.training[peer]
-            self._dropped.setdefault(peer, {})[life] = self.since
-            await self._serving.drop(self.group_of(peer))
+        """Go on without this process, if it trains, and without its team."""
+        if self.training.get(peer) != life:
+            return
+        del self.training[peer]
+        self._gone.add((peer, life))
+        for team in [team for team in self._teams.values() if (peer, life) in team.members]:
+            await self._end(team)
 
-    def others(self, lives: Mapping[PeerId, int]) -> list[tuple[PeerId, int]]:
+    async def keep_only(self, teams: Sequence[Team]) -> None:
+        """Other teams are no more: workers have been lost, or have come."""
+        present = {life for team in teams for life in team.members}
+        for peer, life in [life for life in self.training.items() if life not in present]:
+            await self.drop(peer, life)
+        units = {team.unit for team in teams}
+        for team in [team for team in self._teams.values() if team.unit not in units]:
+            await self._end(team)
+
+    def others(self, lives: Mapping[PeerId, int]) -> list[Life]:
         """The processes that train, but are not among ``lives``."""
         return [(peer, life) for peer, life in self.training.items() if lives.get(peer) != life]
 
     def progress(self) -> Value:
-        """How far those have got that were lost, and the step before which no change may take effect."""
-        lost = [(peer, life) for peer, dropped in self._dropped.items() for life in dropped]
-        found = [(peer, life, self._serving.aggregator.progress(life)) for peer, life in lost]
-        rows = [(peer, life, *progress) for peer, life, progress in found if progress is not None]
+        """How far those have got that are no more, and the step before which no change may take effect."""
+        lost = [(name, life) for name, dropped in self._dropped.items() for life in dropped]
+        found = [(name, life, self._serving.aggregator.progress(life)) for name, life in lost]
+        rows = [(name, life, *progress) for name, life, progress in found if progress is not None]
         told: list[Value] = [[*row] for row in rows]
         return [max([self.since, *(most for *_, most in rows)]), told]
 
-    async def change(self, since: int, lives: Mapping[PeerId, int]) -> None:
+    async def change(self, since: int, teams: Sequence[Team]) -> None:
         """From this step on these train. It is said by all of them, and counts once."""
-        change = (since, tuple(lives.items()))
+        change = (since, tuple(teams))
         if change in self._changes or since < self.since:
             return
         self._changes.append(change)
-        self.training = {peer: life for peer, life in lives.items() if life not in self._dropped.get(peer, ())}
+        self._take(teams)
         self.finished -= self.training.keys()
-        await self._serving.enter(since, {self.group_of(peer): life for peer, life in self.training.items()})
+        self._serving.teams = self._by_group({team.name: team.peers for team in self._teams.values()})
+        await self._serving.enter(since, self._by_group({team.name: team.life for team in self._teams.values()}))
 
     async def rest(self, peer: PeerId, since: int) -> None:
         """The worker has trained all that there was for it when those began who train ``since`` then."""
@@ -93,28 +113,50 @@ class Lives:
 
     def history(self) -> Value:
         """The beginning, and all changes since."""
-        changes: list[Value] = [[since, [[peer, life] for peer, life in lives]] for since, lives in self._changes]
+        changes: list[Value] = [[since, [team.to_value() for team in teams]] for since, teams in self._changes]
         return [self._base, changes]
+
+    def _take(self, teams: Sequence[Team]) -> None:
+        """These are there, but for those of whom it is known already that they are lost."""
+        gone = self._gone
+        self.training = {peer: life for team in teams for peer, life in team.members if (peer, life) not in gone}
+        self._teams = {team.name: team for team in teams if not gone.intersection(team.members)}
+
+    async def _end(self, team: Team) -> None:
+        del self._teams[team.name]
+        self._dropped.setdefault(team.name, {})[team.life] = self.since
+        await self._serving.drop(self.group_of(team.name))
+
+    def _tell(self) -> None:
+        self._serving.lives = self._by_group({team.name: team.life for team in self._teams.values()})
+        self._serving.teams = self._by_group({team.name: team.peers for team in self._teams.values()})
+
+    def _by_group(self, of_teams: Mapping[PeerId, Any]) -> dict[int, Any]:
+        return {self.group_of(name): value for name, value in of_teams.items()}
 
     # A copy on another server.
 
     def state(self) -> Value:
         """For `load`, on another server."""
         training: list[Value] = [[peer, life] for peer, life in self.training.items()]
+        teams: list[Value] = [team.to_value() for team in self._teams.values()]
         dropped: list[Value] = [[peer, life, since] for peer, lives in self._dropped.items() for life, since in lives.items()]
-        return [self.history(), training, dropped, sorted(self.finished)]
+        gone: list[Value] = [[peer, life] for peer, life in sorted(self._gone)]
+        return [self.history(), training, dropped, sorted(self.finished), teams, gone]
 
     def load(self, state: Value) -> None:
         """Become what `state` has told of, which had the same ``base``."""
-        (_, changes), training, dropped, finished = cast(Any, state)
-        self._changes = [(since, tuple((peer, life) for peer, life in lives)) for since, lives in changes]
+        (_, changes), training, dropped, finished, teams, gone = cast(Any, state)
+        self._changes = [(since, _teams_of(rows)) for since, rows in changes]
         self.training = dict(training)
+        self._teams = {team.name: team for team in _teams_of(teams)}
+        self._gone = {(peer, life) for peer, life in gone}
         self._dropped = {}
         for peer, life, since in dropped:
             self._dropped.setdefault(peer, {})[life] = since
         self.finished.clear()
         self.finished.update(finished)
-        self._serving.lives = {self.group_of(peer): life for peer, life in self.training.items()}
+        self._tell()
 
 
 class Seen:
@@ -146,11 +188,15 @@ class Seen:
         return found
 
 
-def lives_of(told: Value) -> dict[PeerId, int]:
-    """The processes that a worker's request names. Raises `ProtocolError`."""
-    match told:
-        case [*rows]:
-            found = {str(row[0]): row[1] for row in rows if isinstance(row, list) and len(row) == 2 and isinstance(row[1], int)}
-            if len(found) == len(rows):
-                return {peer: life for peer, life in found.items() if isinstance(life, int)}
-    raise ProtocolError(f"the members of a step are {told!r:.60}; each must be a name and an incarnation")
+def told_teams(told: Value) -> tuple[Team, ...]:
+    """The teams that a worker's request names. Raises `ProtocolError`."""
+    if not isinstance(told, list):
+        raise ProtocolError(f"the members of a step are {told!r:.60}; each must be a name and an incarnation")
+    return _teams_of(told)
+
+
+def _teams_of(rows: Any) -> tuple[Team, ...]:
+    try:
+        return teams_of(rows)
+    except (TypeError, ValueError):
+        raise ProtocolError(f"the members of a step are {rows!r:.60}; each must be a name and an incarnation") from None

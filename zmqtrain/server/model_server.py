@@ -25,7 +25,7 @@ from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription
 from zmqtrain.server.background import Background
 from zmqtrain.server.fill import fill, make_entries
-from zmqtrain.server.lives import Lives, Seen, lives_of
+from zmqtrain.server.lives import Lives, Seen, told_teams
 from zmqtrain.server.serving import ServerTools, Serving, Shard, report
 from zmqtrain.server.settings import ServerCheckpoints, ServerSettings
 from zmqtrain.server.shard_entry import ShardEntry
@@ -120,7 +120,7 @@ class ModelServer:
         first_step = await fill(self._shard, configuration, tools)
         serving = Serving(tools, configuration, self._shard, first_step=first_step, finished=self._finished)
         if configuration.elastic is not None:
-            self._lives = Lives(serving, self._settings.workers, configuration.elastic)
+            self._lives = Lives(serving, configuration.groups, configuration.elastic)
             self._seen.add(self._lives.training)
             for peer, life in [] if self._view is None else self._seen.gone(self._view, self._lives.training):
                 async with serving.lock:  # lost while this server got its values
@@ -186,9 +186,9 @@ class ModelServer:
         await self._serving.show(label, self._reader(caller))
         return None
 
-    def _reader(self, caller: PeerId) -> int:
-        """The group that reads what ``caller`` has asked for."""
-        return 0 if self._lives is None else self._lives.group_of(caller)
+    def _reader(self, caller: PeerId) -> PeerId | None:
+        """The worker that reads what ``caller`` has asked for; ``None``: those of group 0, each its own part."""
+        return None if self._lives is None else caller
 
     # If workers may be lost.
 
@@ -213,17 +213,16 @@ class ModelServer:
             self._maybe_end()
 
     async def _on_members(self, caller: PeerId, told: Value) -> Value:
-        present, (serving, lives) = lives_of(told), await self._begun()
+        teams, (serving, lives) = told_teams(told), await self._begun()
         async with serving.lock:
-            for peer, life in lives.others(present):
-                await lives.drop(peer, life)
+            await lives.keep_only(teams)
             self._maybe_end()
             return lives.progress()
 
     async def _on_change(self, caller: PeerId, since: int, told: Value) -> Value:
-        present, (serving, lives) = lives_of(told), await self._begun()
+        teams, (serving, lives) = told_teams(told), await self._begun()
         async with serving.lock:
-            await lives.change(since, present)
+            await lives.change(since, teams)
         return None
 
     async def _on_history(self, caller: PeerId) -> Value:

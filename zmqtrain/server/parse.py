@@ -16,9 +16,17 @@ from zmqtrain.wire.tensor import TensorPayload
 
 
 def parse_push(
-    sender: PeerId, tag: Tag, payload: Payload, entries: Mapping[int, ShardEntry], groups: Sequence[Sequence[PeerId]]
+    sender: PeerId,
+    tag: Tag,
+    payload: Payload,
+    entries: Mapping[int, ShardEntry],
+    groups: Sequence[Sequence[PeerId]],
+    *,
+    teams: bool = False,
 ) -> Push:
-    """The push, decompressed. Whether its step is the group's next one is checked by the aggregator. Raises `ProtocolError`."""
+    """The push, decompressed. Whether its step is the group's next one is checked by the aggregator. Raises `ProtocolError`.
+
+    ``teams``: who pushes a piece depends on who is there, so any worker of the group may."""
     index, step = parse_push_tag(tag)
     if index not in entries:
         raise ProtocolError(f"this server does not hold piece {index}; it holds {_some(list(entries))}")
@@ -35,7 +43,7 @@ def parse_push(
     if not 0 <= meta.group < len(groups):
         raise ProtocolError(f"there is no group {meta.group}; groups are 0 to {len(groups) - 1}")
     owner = groups[meta.group][entry.piece.position]
-    if owner != sender:
+    if owner != sender and not (teams and sender in groups[meta.group]):
         raise ProtocolError(f"{sender} pushed piece {index} of group {meta.group}, which only {owner} may push")
     if not 0 <= meta.version <= entry.version:
         raise ProtocolError(f"{sender} pushed piece {index} as read at version {meta.version}; versions are 0 to {entry.version}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from zmqtrain.data.teams import owner_of
 from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.arithmetic import INLINE_BYTES, Arithmetic
@@ -159,9 +160,13 @@ class Serving:
         self._checkpoints, self._arithmetic = tools.checkpoints, tools.arithmetic
         self._configuration, self._shard, self._finished = configuration, shard, finished
         self._elastic = configuration.elastic is not None
+        self._several = self._elastic and any(len(members) > 1 for members in configuration.groups)
         self._gone: set[int] = set()  # groups
         self.lives: dict[int, int] = {}
-        """group -> which of its processes trains, if they may be lost."""
+        """group -> which of its teams trains, if workers may be lost."""
+        self.teams: dict[int, tuple[PeerId, ...]] = {}
+        """group -> the workers of that team."""
+        self._group_of = {peer: group for group, members in enumerate(configuration.groups) for peer in members}
         self._kept: set[int] = set()  # steps of checkpoints
         self._refusals = Refusals(tools.endpoint, "refused", tools.recorder, tools.background, timeout_s=tools.settings.request_s)
         policy = Policy(configuration.policy, configuration.bound)
@@ -189,7 +194,7 @@ class Serving:
         groups = len(self._configuration.groups)
         for group in self.lives if self._elastic else range(groups):
             for piece in self._shard.entries:
-                self.send_values(group, piece, initial_tag(piece))
+                self.send_values(group, piece, initial_tag(piece), everybody=self._elastic)
         self._shard.sensors.watch(self._shard.entries.values(), groups)
 
     async def run(self, pushes: Subscription, orders: Subscription) -> None:
@@ -198,9 +203,9 @@ class Serving:
 
     # Arriving messages.
 
-    async def keep(self, step: int, *, show: bool, ordered: bool, to: int = 0) -> None:
-        """Keep the shard for the checkpoint at ``step``, and ``show`` it to the group ``to``, too. ``ordered``: with snapshots,
-        when it is this event's turn, so that all servers keep the same version; otherwise at once, since the run ends."""
+    async def keep(self, step: int, *, show: bool, ordered: bool, to: PeerId | None = None) -> None:
+        """Keep the shard for the checkpoint at ``step``, and ``show`` it, too. ``ordered``: with snapshots, when it is this event's
+        turn, so that all servers keep the same version; otherwise at once, since the run ends."""
         if not self._shard.entries:  # the collector knows that this server has no part
             return
         async with self.lock:
@@ -209,8 +214,8 @@ class Serving:
             else:
                 self._keep(Keep(step, show, to))
 
-    async def show(self, label: str, to: int = 0) -> None:
-        """Show the shard as it is now to the workers of the group ``to``."""
+    async def show(self, label: str, to: PeerId | None = None) -> None:
+        """Show the shard as it is now to the worker ``to``; ``None``: to those of group 0, each its own part."""
         async with self.lock:
             self._show(label, to)
 
@@ -224,15 +229,14 @@ class Serving:
     # Also under the lock, if workers may be lost.
 
     async def drop(self, group: int) -> None:
-        """Go on without the present process of the group, if it has one. What it has pushed before still counts; nothing else
-        will."""
+        """Go on without the present team of the group, if it has one. What it has pushed before still counts; nothing else will."""
         life = self.lives.pop(group, None)
         if life is not None:
             self._recorder.audit("dropped", group=group, life=life)
             await self._carry_out(partial(self.aggregator.drop, group, life), 0)
 
     async def enter(self, step: int, lives: Mapping[int, int]) -> None:
-        """From ``step`` on these processes of the groups train, and no others. New ones are sent the parameters for it."""
+        """From ``step`` on these teams of the groups train, and no others. New ones are sent the parameters for it."""
         for group in [group for group, life in self.lives.items() if lives.get(group) != life]:
             await self.drop(group)
         self.lives = dict(lives)
@@ -265,7 +269,7 @@ class Serving:
             sender, tag, payload = await pushes.get()
             load.begin()
             try:
-                push = parse_push(sender, tag, payload, entries, groups)
+                push = parse_push(sender, tag, payload, entries, groups, teams=self._several)
                 async with self.lock:
                     await self.push(push, payload.nbytes)
             except ProtocolError as error:
@@ -349,18 +353,24 @@ class Serving:
         self.send_values(group, piece, parameters_tag(piece, step))
 
     def admit(self, group: int, piece: int) -> None:
-        """Send the group's process, which comes late, the parameters of a piece for its first step."""
+        """Send the group's team, which comes late, the parameters of a piece for its first step."""
         life = self.lives[group]
         if not self.gate.shut:
             self.admitted.add((piece, life))
-        self.send_values(group, piece, entered_tag(piece, life))
+        self.send_values(group, piece, entered_tag(piece, life), everybody=True)
 
-    def send_values(self, group: int, piece: int, tag: Tag) -> None:
-        """Send the piece's current values."""
+    def send_values(self, group: int, piece: int, tag: Tag, *, everybody: bool = False) -> None:
+        """Send the piece's current values to the one of the group that exchanges it, or to all who are there."""
+        entry = self._shard.entries[piece]
+        team = self.teams.get(group, self._configuration.groups[group])
+        for peer in team if everybody else (owner_of(entry.piece.position, team),):
+            self._send_values_to(peer, group, piece, tag)
+
+    def _send_values_to(self, peer: PeerId, group: int, piece: int, tag: Tag) -> None:
         if self.gate.shut:
             return
         entry = self._shard.entries[piece]
-        self.send(group, entry, entry.lend(self.about(group, piece)), tag)
+        self._begin_to_send(peer, entry, entry.lend(self.about(group, piece)), tag)
 
     def about(self, group: int, piece: int) -> Value:
         """The header of a piece's current values for the group."""
@@ -368,7 +378,9 @@ class Serving:
 
     def send(self, group: int, entry: ShardEntry, loan: Loan, tag: Tag) -> None:
         """Send what the entry has lent."""
-        to = self._configuration.groups[group][entry.piece.position]
+        self._begin_to_send(self._configuration.groups[group][entry.piece.position], entry, loan, tag)
+
+    def _begin_to_send(self, to: PeerId, entry: ShardEntry, loan: Loan, tag: Tag) -> None:
         self._background.run(self._send(to, tag, loan, entry.piece.bucket, self.gate.ticket()))
 
     async def _send(self, to: PeerId, tag: Tag, loan: Loan, priority: int, ticket: int) -> None:
@@ -394,9 +406,12 @@ class Serving:
             tensors, sidecar = keep_pieces(self._shard.entries, keep.step, self._shard.limit)
             self._background.spawn(self._checkpoints.save(keep.step, tensors, sidecar))
 
-    def _show(self, label: str, to: int) -> None:
+    def _show(self, label: str, to: PeerId | None) -> None:
         for piece in self._shard.entries:
-            self.send_values(to, piece, shown_tag(piece, label))
+            if to is None:
+                self.send_values(0, piece, shown_tag(piece, label))
+            else:
+                self._send_values_to(to, self._group_of[to], piece, shown_tag(piece, label))
 
     async def _compute(self, work: Callable[[], T], nbytes: int) -> T:
         return await self._arithmetic.do_sized(work, 0 if self._configuration.phantom else nbytes)

@@ -22,7 +22,7 @@ from zmqtrain.server.aggregator import Push
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
 from zmqtrain.server.fill import make_entries
 from zmqtrain.server.gate import Gate
-from zmqtrain.server.lives import Lives, lives_of
+from zmqtrain.server.lives import Lives, told_teams
 from zmqtrain.server.operations import Operation, own_copy
 from zmqtrain.server.parse import parse_push
 from zmqtrain.server.serving import ServerTools, Serving, Shard
@@ -67,7 +67,7 @@ class ShardCopy:
         self.recorder = CopyRecorder(tools.recorder, number)
         own = replace(tools, recorder=self.recorder, settings=replace(tools.settings, index=number))
         self.serving = Serving(own, configuration, shard, first_step=first_step, finished=frozenset(), gate=gate)
-        self.lives = Lives(self.serving, tools.settings.workers, configuration.elastic)
+        self.lives = Lives(self.serving, configuration.groups, configuration.elastic)
         self.lock: asyncio.Lock = self.serving.lock
         self.done = 0
         """The number of the last operation that was carried out."""
@@ -91,7 +91,7 @@ class ShardCopy:
             case "drop":
                 await self.lives.drop(*arguments)
             case "change":
-                await self.lives.change(arguments[0], lives_of(arguments[1]))
+                await self.lives.change(arguments[0], told_teams(arguments[1]))
             case "rest":
                 await self.lives.rest(*arguments)
             case "finish":

@@ -285,6 +285,9 @@ class Auditor:
         until = job.steps if self.stopped_at is None else self.stopped_at
         if until is not None:
             stayed = {worker.peer for worker in self._placement.workers if worker.peer not in self._lost}
+            if self._slots is not None:  # a team that has lost one gives up its step, and begins again where all know
+                hit = {self._placement.role(peer).group for peer in self._lost if peer.startswith("worker/")}
+                stayed = {peer for peer in stayed if self._placement.role(peer).group not in hit}
             missing = (until - self._first) * len(stayed)
             missing -= sum(peer in stayed and step < until for peer, step in self._steps)
             if missing:

@@ -19,7 +19,7 @@ from zmqtrain.exchange.pieces import Piece
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.device.memory import Numbers, gradient, gradient_factor, numbers_of, small_numel
+from zmqtrain.train.device.memory import Numbers, divided, gradient, gradient_factor, gradient_of_samples, numbers_of, small_numel
 from zmqtrain.train.device.profile import Profile
 from zmqtrain.wire.payload import Payload
 
@@ -120,10 +120,14 @@ class _Replay:
         self._factor, self._groups = gradient_factor(topology), groups
         buckets = profile.bucket_plans(topology.compute.bucket_bytes)
         layers = {layer.name: (index, small_numel(layer.numel)) for index, layer in enumerate(profile.layers)}
+        batch = topology.compute.batch_size
 
         @cache
         def of_slot(bucket: int, slot: int) -> Numbers:
             step, rank = divmod(slot, groups)
+            if divided(topology):
+                spans = [(slot * batch, (slot + 1) * batch)]
+                return np.concatenate([self._factor * gradient_of_samples(spans, *layers[name]) for name in buckets[bucket].names])
             return np.concatenate([self._factor * gradient(rank, step, *layers[name]) for name in buckets[bucket].names])
 
         self._of_slot = of_slot

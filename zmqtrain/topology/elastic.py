@@ -23,13 +23,15 @@ def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
         )
     if exchange.kind == "allreduce":
         return _why_not_with_sums(topology)
+    if exchange.kind == "model_server":
+        return _why_not_with_servers(topology)
     if compute.group_size > 1:
         return (
-            "a group cannot finish its batch without one of its workers, except with all-reduce; "
-            "an elastic run needs groups of one worker",
-            (("compute", "group_size"),),
+            f"with {exchange.kind}, a group cannot continue without one of its workers; an elastic run needs groups of one worker, "
+            "all-reduce or model servers",
+            (("compute", "group_size"), ("exchange", "kind")),
         )
-    return _why_not_with_servers(topology) if exchange.kind == "model_server" else None
+    return None
 
 
 def why_it_is_not(topology: Topology) -> tuple[str, tuple[Path, ...]]:
@@ -59,6 +61,7 @@ def _why_not_with_sums(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
 def _why_not_with_servers(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     exchange, compute = topology.exchange, topology.compute
     sync = exchange.policy == "sync"
+    several, of_several = compute.group_size > 1, "with groups of several workers"
     obstacles: list[tuple[bool, str, Path]] = [
         (exchange.merged_fc, "merged_fc: the FC server waits for the activations of all groups", ("exchange", "merged_fc")),
         (exchange.snapshot, "snapshot: its servers apply the steps of fixed groups in one order", ("exchange", "snapshot")),
@@ -66,6 +69,18 @@ def _why_not_with_servers(topology: Topology) -> tuple[str, tuple[Path, ...]] | 
         (compute.parts != "even", "parts: they divide the samples among fixed workers", ("compute", "parts")),
         (sync and bool(topology.optimizer.clip_norm), "clip_norm in synchronous training", ("optimizer", "clip_norm")),
         (sync and compute.precision == "float16", "float16 in synchronous training", ("compute", "precision")),
+        (several and sync, f"synchronous training {of_several}", ("exchange", "staleness")),
+        (several and compute.precision == "float16", f"float16 {of_several}, which share its scale", ("compute", "precision")),
+        (
+            several and exchange.compression != "none",
+            f"compression {of_several}: what a step has not sent would count although the step is given up",
+            ("exchange", "compression"),
+        ),
+        (
+            several and topology.job.until is not None,
+            f"until {of_several}, who must learn together that the metric has reached its aim",
+            ("job", "until"),
+        ),
     ]
     found = next(((what, path) for there, what, path in obstacles if there), None)
     if found is None:

@@ -339,6 +339,8 @@ def _replicas(topology: Topology) -> Iterator[BrokenRule]:
             path,
             ("exchange", "shards"),
         )
+    if topology.compute.group_size > 1:
+        yield rule("replicas needs groups of one worker: set group_size = 1, or remove replicas", path, ("compute", "group_size"))
     if not topology.elastic:
         reason, paths = why_not_elastic(topology) or ("elastic is false", ())
         yield rule(

@@ -14,7 +14,7 @@ from zmqtrain.data.blocks import Contents, TensorContents
 from zmqtrain.data.division import spans_of
 from zmqtrain.data.ledger import Promise
 from zmqtrain.data.loader import Fetch, Finish, Loader, Reader
-from zmqtrain.data.partition import Indices, Partition
+from zmqtrain.data.partition import Indices, Partition, even_bounds
 from zmqtrain.data.processes import Processes
 from zmqtrain.data.ring import Ring
 from zmqtrain.data.ring_loader import RingLoader
@@ -151,8 +151,8 @@ class OrderedBatches(_Counted):
 
 
 class SlottedBatches(_Counted):
-    """Implements `Batches` with `Partition` and `zmqtrain.data.slots`: each worker has a whole group's batch, and which one depends
-    on who was lost."""
+    """Implements `Batches` with `Partition` and `zmqtrain.data.slots`: each worker has a whole group's batch, or its share of
+    one if it has a team, and which one depends on who was lost."""
 
     def __init__(
         self,
@@ -174,8 +174,12 @@ class SlottedBatches(_Counted):
             thread,
             processes=processes,
             epoch_steps=partition.steps_per_epoch,
-            place=self._place,
+            place=self._drawn_for,
         )
+
+    def _drawn_for(self, step: int) -> tuple[int, ...]:
+        index, count = self._members.share(step)
+        return self._place(step) if count == 1 else (*self._place(step), index)
 
     def _place(self, step: int) -> tuple[int, int]:
         """The group and the step to which the batch belongs as long as nobody is lost. Called in the loader's thread, too."""
@@ -186,7 +190,10 @@ class SlottedBatches(_Counted):
 
     def _indices(self, step: int) -> Indices:
         group, of = self._place(step)
-        return self._partition.indices(of, group, 0)
+        index, count = self._members.share(step)
+        start, stop = even_bounds(self._partition.batch_size, count, index)
+        before = group * self._partition.batch_size
+        return self._partition.run(of, before + start, before + stop)
 
     async def more(self, step: int) -> bool:
         return self._members.slot(step) is not None

@@ -121,15 +121,19 @@ class TrainLoop:
         """Train all steps that there are now. ``first``: this worker's first step in the run."""
         work, job, stop_point, members = self.work, self._job, self._part.stop_point, self._members
         while True:
+            passes = False
             if members.slots is not None:
                 await members.settled()
-                if members.slot(self.step) is None:  # it may have a part in the steps after a change
-                    self.step = max(self.step, members.slots.eras[-1].since)
+                since = members.slots.eras[-1].since
+                # It may have a part in later steps, because of a change.
+                while not members.teams and members.slot(self.step) is None and self.step < since:
+                    self.step += 1
+                passes = members.slot(self.step) is None and self.step < since
             steps = self._steps()
             if steps is not None and self.step >= steps:
                 return Outcome.DONE
-            ended = not await work.more(self.step)
-            if ended and members.slots is not None:
+            ended = not passes and not await work.more(self.step)
+            if ended and members.slots is not None and members.slots.total is None:
                 members.slots.steps = self.step  # the length of a stream is known only now
             if ended and await stop_point.end():
                 return Outcome.DONE
@@ -144,11 +148,15 @@ class TrainLoop:
             # Not at the end of the previous step: if training stops or ends there, that step's checkpoint is written elsewhere.
             if self.step > first and work.keeps and (here is Here.KEEP or self._is_due(self.step)):
                 await self._keep(self.step)
-            if members.slots is not None and not await members.begin(self.step, self._due):
+            if passes:  # its team begins later
+                self.step += 1
+                work.after_step()
+            elif members.slots is not None and not await members.begin(self.step, self._due):
                 continue
-            work.callbacks.view(self.step, self._members.at(self.step))
-            if not await self._train_step(last=self.step + 1 == steps):
-                return Outcome.ABANDONED
+            else:
+                work.callbacks.view(self.step, self._members.at(self.step))
+                if not await self._train_step(last=self.step + 1 == steps):
+                    return Outcome.ABANDONED
             await work.call_back()
             done = self.step
             await work.compare(done, first)
@@ -217,7 +225,8 @@ class TrainLoop:
 
     async def _have_servers_keep(self, step: int, *, save: bool, last: bool, in_turn: bool = True) -> None:
         """One worker asks the servers to keep their state."""
-        if self._part.leads(step) and self._context.role.position == 0 and self.work.keeps:
+        first = self._part.own.rank == 0
+        if self._part.leads(step) and first and self.work.keeps:
             if save:
                 await self.exchange.keep(step, last=last, in_turn=in_turn)
             await self.work.keep_merged(step, save=save)
@@ -249,8 +258,9 @@ class TrainLoop:
         sender = self._context.placement.role(first)
         if not self.work.keeps or sender.group != self._context.role.group:
             return None
-        # With means, the parameters change back before the state is sent.
-        state = await self.work.model_state(step, copied=self.exchange.averaged, to=sender.position)
+        # With means, or where one of a team has read the model alone, the parameters change back before the state is sent.
+        copied = self.exchange.averaged or bool(self._members.teams)
+        state = await self.work.model_state(step, copied=copied, to=sender.position)
         return state if first == self._endpoint.peer else None
 
     async def _send_model(self, step: int, state: ModelState | None, *, alone: bool) -> None:
@@ -304,7 +314,8 @@ class TrainLoop:
         if members.division is not None:
             self._samples += members.division.size(step)
         else:
-            self._samples += len(members.at(step)) // self._context.placement.group_size * self._job_batch
+            groups = len(members.teams) or len(members.at(step)) // self._context.placement.group_size
+            self._samples += groups * self._job_batch
         lr = self.work.lr
         self.work.after_step()
         if self._rebalance is not None:

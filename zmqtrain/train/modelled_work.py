@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +12,8 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier, broadcast
 from zmqtrain.data.background import AtOnce
 from zmqtrain.data.blocks import PhantomContents
-from zmqtrain.data.division import length_of
-from zmqtrain.data.partition import Partition
+from zmqtrain.data.division import Span, length_of
+from zmqtrain.data.partition import Partition, even_bounds
 from zmqtrain.data.ring_loader import RingLoader
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
@@ -22,7 +22,7 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.batches import ring_loader
 from zmqtrain.train.callbacks import Callbacks
-from zmqtrain.train.device.memory import SmallMemory, differences, exact, expected_parameters, make_memory, numbers_of
+from zmqtrain.train.device.memory import SmallMemory, differences, divided, exact, expected_parameters, make_memory, numbers_of
 from zmqtrain.train.device.modelled import ModelledReplica, SpeedFactor
 from zmqtrain.train.device.noise import Noise
 from zmqtrain.train.device.profile import Profile
@@ -69,6 +69,8 @@ class ModelledWork:
             self._ring = ring_loader(context, self._profile.samples, members, contents, AtOnce())
         if isinstance(self._memory, SmallMemory) and members.survives and topology.exchange.kind == "model_server":
             self._memory.place = self._place
+            if divided(topology):
+                self._memory.spans = self._spans
         if isinstance(self._memory, SmallMemory) and members.divides:
             self._memory.spans = members.spans
         self._update_s = 0.0
@@ -104,6 +106,14 @@ class ModelledWork:
         assert slot is not None, f"this worker does not train step {step}"
         of, group = slot.place(self._context.placement.groups)
         return group, of
+
+    def _spans(self, step: int) -> Sequence[Span]:
+        """This worker's samples of its team's batch, by their positions in the run."""
+        slot = self._members.turn(step)
+        assert slot is not None, f"this worker does not train step {step}"
+        start, stop = even_bounds(self._partition.batch_size, *reversed(self._members.share(step)))
+        before = slot.number * self._partition.batch_size
+        return [(before + start, before + stop)]
 
     async def more(self, step: int) -> bool:
         return self._members.slots is None or self._members.slot(step) is not None
@@ -157,6 +167,8 @@ class ModelledWork:
     async def _samples(self, step: int) -> int:
         if self._ring is not None:
             return len((await self._ring.block(step)).ids)
+        if self._members.teams:
+            return length_of(self._spans(step))
         if not self._members.divides:
             return self.shares.samples(step)
         return length_of(self._members.spans(step))

@@ -52,14 +52,19 @@ class Participant:
         self.exchange, self.members = exchange, members
         role, timeouts = context.role, context.timeouts
         self._role = role
-        self.own = group_of(
-            context.endpoint, context.placement.group_members(role.group), f"evaluate/{role.group}", timeouts.barrier_s
-        )
-        """This worker's compute group."""
+        name, group = f"evaluate/{role.group}", context.placement.group_members(role.group)
+        self._group = group_of(context.endpoint, group, name, timeouts.barrier_s)
+        self._alone = group_of(context.endpoint, (role.peer,), f"{name}/{role.position}", timeouts.barrier_s)
         self.stop_point = StopPoint(context.endpoint, timeout_s=timeouts.barrier_s + context.membership.alone_s)
         self.spread = 0.0
         """The largest difference between this worker's parameters and the run's model, if it was measured."""
         self._trained = AllTrained(context, step)
+
+    @property
+    def own(self) -> Group:
+        """Those who do together what one group does for all: this worker's compute group, or this worker alone if others of its
+        group may be lost meanwhile. Call it after `start`."""
+        return self._alone if self.members.teams else self._group
 
     async def start(self, *, restored: int | None = None) -> int:
         """Begin. On return all replicas are equal, or as they were in the checkpoint at step ``restored``.
@@ -124,9 +129,13 @@ class Participant:
         exchange = self.exchange
         await self._quiet()
         if not exchange.averaged:
+            mine = [copy_of(bucket.parameters) for bucket in self._replica.buckets] if self.members.teams and not last else []
             await exchange.read(tag, kept=kept, last=last)
             await self._quiet()
             yield
+            for bucket, kept_part in zip(self._replica.buckets, mine, strict=bool(mine)):
+                bucket.parameters.copy_(kept_part)  # its team goes on with these
+                self._replica.parameters_ready(bucket)
             return
         async with gathered(self._replica, exchange, group, self.own, tag) as self.spread:
             await self._quiet()

@@ -304,6 +304,8 @@ class TorchWork:
     async def compare(self, done: int, first: int) -> None:
         if done != first + LOSSES_TRIED or self._fabric is not None or self._members.late:
             return
+        if self._members.teams:  # nobody may wait for one who may be lost, or may begin again later
+            return
         if not (buffers := own_buffers(self._replica.model)):
             return
         context = self._context

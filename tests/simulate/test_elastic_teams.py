@@ -1,0 +1,99 @@
+"""Groups of several workers go on without those that are lost, and with those that come back, with model servers: whole runs in
+simulated time. The auditor compares what servers hold with one process, bit by bit, and counts every batch
+(`zmqtrain.simulate.slot_audit`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulate.worlds import POLICIES, STEPS, profile_file, teams_topology
+from zmqtrain.simulate.explore import explore
+from zmqtrain.simulate.faults import Fault, kill, pause, restart
+from zmqtrain.simulate.run import Options, simulate
+from zmqtrain.topology.schema import Topology
+
+#: Those that let groups go on by themselves.
+APART = [policy for policy in POLICIES if policy != '"sync"']
+
+
+def run(shape: Topology, *faults: Fault) -> tuple[dict[str, list[int]], list[tuple[str, ...]]]:
+    """The steps of each worker, and the members after each change."""
+    steps: dict[str, list[int]] = {}
+    views: dict[str, list[tuple[str, ...]]] = {}
+
+    def hear(peer: str, events: Sequence[Mapping[str, Any]]) -> None:
+        for event in events:
+            if event["kind"] == "step":
+                steps.setdefault(peer, []).append(event["step"])
+            elif event["kind"] == "view":
+                views.setdefault(peer, []).append(tuple(event["values"]["members"]))
+
+    result = simulate(shape, options=Options(faults=faults, on_report=hear))
+    assert result.ending.status == "done", result.ending.error
+    assert result.broken == []
+    return steps, max(views.values(), key=len, default=[])
+
+
+@pytest.mark.parametrize("staleness", APART)
+def test_a_group_goes_on_with_fewer_and_others_train_the_step_that_it_gave_up(staleness: str) -> None:
+    """The auditor requires all batches of the epoch."""
+    steps, views = run(teams_topology(staleness, epochs=True), kill("worker/1", step=3))
+    assert views == [("worker/0", "worker/2", "worker/3")]
+    assert steps["worker/0"][:3] == [0, 1, 2]
+    assert steps["worker/0"][-1] > 10
+
+
+def test_the_first_of_a_group_is_lost_and_comes_back() -> None:
+    steps, views = run(teams_topology('"async"', epochs=True, job="restarts = 1"), kill("worker/0", step=3))
+    assert views[-1] == ("worker/0", "worker/1", "worker/2", "worker/3")
+    assert steps["worker/0"][-1] == steps["worker/1"][-1] > 10
+
+
+def test_a_whole_group_is_lost_one_after_the_other_and_one_of_it_comes_back() -> None:
+    faults = kill("worker/2", step=3), restart("worker/3", at=0.02, after=0.01)
+    steps, views = run(teams_topology("{ bound = 2 }", epochs=True), *faults)
+    assert ("worker/0", "worker/1") in views
+    assert views[-1] == ("worker/0", "worker/1", "worker/3")
+    assert steps["worker/3"][-1] > 10
+
+
+def test_one_of_each_group_of_three() -> None:
+    faults = kill("worker/1", step=5), kill("worker/5", step=5), pause("worker/3", 60.0, at=0.02)
+    run(teams_topology("{ bound = 0 }", size=3), *faults)
+
+
+def test_the_only_group_goes_on_to_its_last_worker() -> None:
+    steps, _ = run(teams_topology('"async"', groups=1, size=3), kill("worker/0", step=4), kill("worker/2", step=9))
+    assert steps["worker/1"][-1] == STEPS - 1
+
+
+def test_in_the_last_steps() -> None:
+    run(teams_topology('"async"', epochs=True), kill("worker/3", step=9))
+    run(teams_topology('"async"'), kill("worker/0", step=STEPS - 1))
+
+
+def test_one_worker_evaluates_for_all_also_one_that_has_come_back(tmp_path: Path) -> None:
+    profile = profile_file(tmp_path, evaluate_s=0.02, samples=20_000)
+    shape = teams_topology("{ bound = 1 }", epochs=True, job="restarts = 1\neval_every = 1")
+    shape = shape.model_copy(update={"compute": shape.compute.model_copy(update={"profile": profile})})
+    found: set[str] = set()
+
+    def hear(peer: str, events: Sequence[Mapping[str, Any]]) -> None:
+        if any(event["kind"] == "eval" for event in events):
+            found.add(peer)
+
+    result = simulate(shape, options=Options(faults=[kill("worker/0", step=4)], on_report=hear))
+    assert result.ending.status == "done", result.ending.error
+    assert result.broken == []
+    assert result.seconds < 20  # nobody waits for a time-out
+    assert found >= {"worker/0", "worker/1"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_faults_break_nothing(seed: int) -> None:
+    shape = teams_topology(APART[seed % len(APART)], epochs=True, job="restarts = 1\neval_every = 4")
+    assert [each.broken for each in explore(shape, [seed], faults="random") if each.broken] == []
