@@ -130,7 +130,7 @@ def test_a_group_goes_on_without_one_of_its_workers_and_with_its_successor(tmp_p
     """Every sample of all epochs counts once."""
     (tmp_path / "task.py").write_text(waiting(5))
     topology = TOPOLOGY.format(restarts=1, steps=STEPS, kind="model_server")
-    topology = topology.replace(f"steps = {STEPS}", "epochs = 10\neval_every = 160").replace("elastic = true\n", "")
+    topology = topology.replace(f"steps = {STEPS}", "epochs = 10\neval_every = 160")
     topology = topology.replace("groups = 3", "groups = 2\ngroup_size = 2")
     (tmp_path / "trial.toml").write_text(topology)
     with Launched(tmp_path, "trial.toml") as run:

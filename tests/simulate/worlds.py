@@ -87,6 +87,7 @@ def servers_topology(staleness: str, *, servers: int, epochs: bool = False, job:
 def teams_topology(staleness: str, *, groups: int = 2, size: int = 2, epochs: bool = False, job: str = "") -> Topology:
     """The same with groups of several workers."""
     length, batch = ("epochs = 1", 2000) if epochs else (f"steps = {STEPS}", 128)
+    job = f"elastic = true\n{job}"
     text = SERVERS.format(staleness=staleness, length=length, batch=batch, job=job, servers=2, exchange="")
     text = text.replace('"h[1-3]"', f'"h[1-{groups * size}]"').replace("groups = 3", f"groups = {groups}\ngroup_size = {size}")
     return parse_topology(text)

@@ -40,8 +40,10 @@ def why_it_is_not(topology: Topology) -> tuple[str, tuple[Path, ...]]:
 
 
 def elastic_by_default(topology: Topology) -> bool:
-    """Whether the run is elastic if its file does not say. Not with all-reduce: workers of one host would not share memory."""
-    return topology.exchange.kind != "allreduce" and why_not_elastic(topology) is None
+    """Whether the run is elastic if its file does not say. Not with all-reduce: workers of one host would not share memory. Nor
+    with groups of several workers: one of them evaluates for all."""
+    several = topology.compute.group_size > 1
+    return topology.exchange.kind != "allreduce" and not several and why_not_elastic(topology) is None
 
 
 def _why_not_with_sums(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:

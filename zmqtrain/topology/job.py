@@ -121,11 +121,11 @@ class Job(Section):
     elastic: bool | None = Field(
         default=None,
         description="Carry on without workers that are lost (killed, or gone with their host), and let others take their place. "
-        "Default: true for gossip and averaging among groups of one worker, and for model servers (without merged_fc, "
-        "snapshot, parts and the sample ring; synchronous ones also without clip_norm and float16; groups of several "
-        "workers only with asynchronous or bounded ones, without float16, compression and until), unless their data is a "
-        "stream. With all-reduce it is possible, too, also among groups of several workers, unless a grid divides the "
-        "model; gradients then travel in messages also within a host.",
+        "Default: true among groups of one worker for gossip, averaging and model servers (these without merged_fc, snapshot, "
+        "parts and the sample ring; synchronous ones also without clip_norm and float16), unless their data is a stream. It is "
+        "possible, too, among groups of several workers with asynchronous or bounded model servers (without float16, "
+        "compression and until), and with all-reduce, unless a grid divides the model; with all-reduce, gradients then travel "
+        "in messages also within a host.",
     )
     restarts: int = Field(
         default=0, ge=0, le=1000, description="How many times each worker of an elastic run is restarted after it was lost."

@@ -341,7 +341,7 @@ def _replicas(topology: Topology) -> Iterator[BrokenRule]:
         )
     if topology.compute.group_size > 1:
         yield rule("replicas needs groups of one worker: set group_size = 1, or remove replicas", path, ("compute", "group_size"))
-    if not topology.elastic:
+    elif not topology.elastic:
         reason, paths = why_not_elastic(topology) or ("elastic is false", ())
         yield rule(
             f"replicas is for elastic runs; this one ends when any of its roles is lost: {reason}", path, ("job", "elastic"), *paths
