@@ -76,4 +76,4 @@ def test_a_model_without_shapes_yet_is_described() -> None:
 def test_files_are_the_users_own() -> None:
     found = files()
     assert any("test_alike.py" in name for name in found)
-    assert not any("(module torch)" in name or "(module torch." in name or "(module zmqtrain" in name for name in found)
+    assert [name for name in found if "(module torch)" in name or "(module torch." in name or "(module zmqtrain." in name] == []

@@ -35,6 +35,8 @@ OPTIMIZER = "the optimizer"
 _OWN = re.compile(r"0x[0-9a-f]+|\b(cuda|xpu|mps):\d+")
 #: Parts of the paths of files that are not the user's own.
 _INSTALLED = ("site-packages", "dist-packages")
+#: How the module of a task's file is named.
+_TASK = "zmqtrain_task_"
 _REMEDY = (
     "All workers must train the same: is the same version of the code and the data on each machine? [engine] sync = true copies "
     "the folder in which you launch"
@@ -95,7 +97,7 @@ def files() -> Facts:
     """The user's own modules in this process, each with a digest of its file."""
     found = {}
     for name, path in sorted(_own_files()):
-        what = path.name if name == "__main__" else f"{path.name} (module {name})"
+        what = path.name if name == "__main__" or name.startswith(_TASK) else f"{path.name} (module {name})"
         with suppress(OSError):
             found[what] = [blake2b(path.read_bytes(), digest_size=8).hexdigest()]
     return dict(list(found.items())[:MOST_THINGS])
