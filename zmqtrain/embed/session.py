@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -38,7 +38,7 @@ from zmqtrain.data.source import Shard
 from zmqtrain.embed.core import Core, M, O
 from zmqtrain.embed.own_run import enter_world
 from zmqtrain.embed.place import Place
-from zmqtrain.errors import RunStopped
+from zmqtrain.errors import ConnectivityError, RunStopped
 from zmqtrain.net.loop import run as run_loop
 from zmqtrain.train.callback import Callback
 
@@ -123,7 +123,8 @@ class Session(Place):
                 yield batch.inputs[0]
         finally:
             if not core.closed:  # else the generator was dropped late, and its loader is closed
-                self._wait(core.end_batches(feed), "the end of batches()")
+                with suppress(ConnectivityError):  # this worker is ending, and closes it
+                    self._wait(core.end_batches(feed), "the end of batches()")
 
     def accumulating(self) -> AbstractContextManager[None]:
         """A forward and backward inside this block only add to the gradients. Those of a step's last micro-batch must be
@@ -210,7 +211,8 @@ class AsyncSession(Place):
                 yield batch.inputs[0]
         finally:
             if not core.closed:
-                await core.end_batches(feed)
+                with suppress(ConnectivityError):  # this worker is ending, and closes it
+                    await core.end_batches(feed)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """As `Session.accumulating`; call it only inside `run`."""
