@@ -30,7 +30,7 @@ from typing import IO
 import psutil
 
 from benchmarks.case import Case, case_of
-from benchmarks.roles import roles_of
+from benchmarks.launched import roles_of, whole_lines
 from zmqtrain.errors import ZmqTrainError
 
 WORKERS = 4
@@ -186,7 +186,7 @@ def _ours(hosts: tuple[str, int], *, elastic: bool, kills: int = 0) -> Ran:
 
 def _steps(events: Path) -> list[float]:
     """When worker 0's steps ended."""
-    steps = (json.loads(line) for line in _lines(events) if '"step"' in line)
+    steps = (json.loads(line) for line in whole_lines(events) if '"step"' in line)
     return [event["time"] for event in steps if (event["kind"], event["role"], event["rank"]) == ("step", "worker", 0)]
 
 
@@ -217,7 +217,7 @@ def _peer(python: str, kind: str, kills: int = 0) -> Ran:
             return _started(stack, [*map(str, words), str(seconds + PATIENCE_S), str(STEP_S)], output)
 
         workers = [start(rank) for rank in range(WORKERS)]
-        _wait_for(lambda: len(_lines(folder / "steps-0")) > LEFT_OUT, workers[0])
+        _wait_for(lambda: len(whole_lines(folder / "steps-0")) > LEFT_OUT, workers[0])
 
         def kill(rank: int) -> None:
             workers[rank].kill()
@@ -227,7 +227,7 @@ def _peer(python: str, kind: str, kills: int = 0) -> Ran:
         killed = _disturb(kill, kills)
         if workers[0].poll() is not None:
             raise ZmqTrainError(f"the peer has ended: {(folder / 'output-0').read_text()[-3000:]}")
-        return Ran([float(line) for line in _lines(folder / "steps-0")], killed)
+        return Ran([float(line) for line in whole_lines(folder / "steps-0")], killed)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -243,11 +243,6 @@ def _started(stack: ExitStack, command: Sequence[str], output: IO[str]) -> subpr
     stack.callback(process.wait)
     stack.callback(process.kill)
     return process
-
-
-def _lines(path: Path) -> list[str]:
-    """The whole lines of a file that is being written."""
-    return path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
 
 
 def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:

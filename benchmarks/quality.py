@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, case_of
+from benchmarks.launched import whole_lines
 from benchmarks.quality_task import PROBLEMS
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.testing.machines import Machines, machines
@@ -176,11 +177,6 @@ def combined(logs: Sequence[Sequence[str]]) -> list[tuple[float, float]]:
     return evaluations
 
 
-def _lines(path: Path) -> list[str]:
-    """The whole lines of a file that is being written."""
-    return path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-
-
 def _ours(place: Place, folder: Path, problem: str, system: str, lr: float, seed: int, cap_s: float) -> float:
     goal = PROBLEMS[problem]
     compute, exchange = OURS[system]
@@ -193,11 +189,12 @@ def _ours(place: Place, folder: Path, problem: str, system: str, lr: float, seed
     command = [sys.executable, "-m", "zmqtrain", "launch", "--data", place.data, "--run-dir", "run", "quality.toml"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     began = time.time()
+    start = began if system == "auto" else None
     with open(folder / "output", "w") as output:
         process = subprocess.Popen(command, cwd=folder, env=environ, stdout=output, stderr=output, start_new_session=True)
         try:
             while process.poll() is None:
-                start = began if system == "auto" else _first_step(folder)
+                start = start or _first_step(folder)
                 if time.time() > began + START_S + cap_s or (start is not None and time.time() > start + cap_s):
                     process.send_signal(signal.SIGINT)
                     process.wait(60)
@@ -211,7 +208,7 @@ def _ours(place: Place, folder: Path, problem: str, system: str, lr: float, seed
         raise ZmqTrainError(
             f"{system}: the launch failed with code {process.returncode}:\n{(folder / 'output').read_text()[-3000:]}"
         )
-    start = began if system == "auto" else _first_step(folder)
+    start = start or _first_step(folder)
     evals = [(event["time"], event["values"]["eval_loss"]) for event in _events(folder) if event["kind"] == "eval"]
     at = reached(evals, goal.loss)
     if start is None or at is None:
@@ -220,7 +217,7 @@ def _ours(place: Place, folder: Path, problem: str, system: str, lr: float, seed
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in _lines(folder / "run" / "events.jsonl")]
+    return [json.loads(line) for line in whole_lines(folder / "run" / "events.jsonl")]
 
 
 def _first_step(folder: Path) -> float | None:
@@ -263,7 +260,7 @@ def _peer(place: Place, folder: Path, problem: str, system: str, lr: float, seed
             if any(rank.poll() is not None for rank in ranks):
                 said = "\n".join((folder / f"rank-{number}").read_text()[-1500:] for number in range(HOSTS))
                 raise ZmqTrainError(f"{system} has ended before it reached the loss:\n{said}")
-            evals = combined([_lines(folder / f"log-{number}") for number in range(HOSTS)])
+            evals = combined([whole_lines(folder / f"log-{number}") for number in range(HOSTS)])
             at = reached(evals, PROBLEMS[problem].loss)
             if at is not None or (evals and evals[-1][0] > cap_s):
                 return min(cap_s, at if at is not None else cap_s)

@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 import psutil
 
 from benchmarks.case import Case, case_of
-from benchmarks.roles import roles_of
+from benchmarks.launched import roles_of
 from zmqtrain.errors import UsageError, ZmqTrainError
 
 #: Exchanges, with their part of the topology file. Only servers that are kept twice may be killed.

@@ -1,9 +1,10 @@
-"""The processes of a launched run's roles, for benchmarks that disturb them."""
+"""A run that a benchmark has started, seen from outside: its roles' processes, and what it has written so far."""
 
 from __future__ import annotations
 
 import re
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -20,3 +21,8 @@ def roles_of(launcher: int) -> dict[str, psutil.Process]:
                 if match is not None:
                     found[match[1]] = child
     return found
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The whole lines of a file that is being written; none if it is not there yet."""
+    return path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
