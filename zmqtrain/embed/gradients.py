@@ -35,6 +35,10 @@ CONVERTED = (
     "That converts gradients, too, which are on their way to the other workers. Call optimizer.zero_grad() before it, or "
     "session.replicate(model, optimizer, overlap=False)"
 )
+MIXED = (
+    "the backward passes of this step are of batches that the group has divided differently, and their gradients have been added "
+    "up: take the batches of a step from one session.batches()"
+)
 GONE = (
     "this gradient is on its way to the other workers since backward() returned, and is only this worker's part. To read or "
     "change gradients between backward() and optimizer.step(), call session.replicate(model, optimizer, overlap=False): gradients "

@@ -30,7 +30,7 @@ from torch.autograd.variable import Variable
 from torch.optim import Optimizer
 
 from zmqtrain.data.bridge import Bridge
-from zmqtrain.embed.gradients import GoneGradient, Watch, WatchedGradient, plain
+from zmqtrain.embed.gradients import MIXED, GoneGradient, Watch, WatchedGradient, plain
 from zmqtrain.embed.guards import LOCAL, Guards, check_hooks, checksum, settings_of
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.scope import Scope, StepState, sum_and_norm, tolerance_of
@@ -254,10 +254,7 @@ class Replicated:
                 parameter.grad = None
         divisor = 1.0 / weight if (weight := self._weight()) else float("inf")
         if self._adding and divisor != replica.divisor:
-            raise TaskError(
-                "the backward passes of this step are of batches that the group has divided differently, and their gradients have "
-                "been added up: take the batches of a step from one session.batches()"
-            )
+            raise TaskError(MIXED)
         replica.divisor = divisor
         self._adding = True
         self._leaving = not self._only_adding and self.exchange.exchanges(self.step)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zmqtrain.embed.gradients import Watch, WatchedGradient, plain
+from zmqtrain.embed.gradients import MIXED, Watch, WatchedGradient, plain
 from zmqtrain.embed.scope import Scope
 from zmqtrain.errors import TaskError
 from zmqtrain.train.hooks import OwnHook
@@ -76,10 +76,7 @@ class WholeGradients:
     def end_backward(self, factor: float, *, only_adding: bool) -> None:
         """Call this at the end of a backward. ``factor``: the weight of this worker's part."""
         if self._own and factor != self._factor:
-            raise TaskError(
-                "the backward passes of this step are of batches that the group has divided differently, and their gradients have "
-                "been added up: take the batches within session.accumulating() from one session.batches()"
-            )
+            raise TaskError(MIXED)
         self._factor = factor
         named, before = self._replica.named, self._before
         self._before = {}

@@ -147,7 +147,9 @@ class Membership:
         """Say what this process has of a subject, on its host. Returns in what it differs from the first process that did."""
         told: Value = {what: list(items) for what, items in facts.items()}
         answer = await self._ask("alike", subject, host, told)
-        return [Difference.from_value(each) for each in answer] if isinstance(answer, list) else []
+        if not isinstance(answer, list):
+            raise ProtocolError(f"the coordinator answered what it was told of {subject!r} with {answer!r:.60}, which is no list")
+        return [Difference.from_value(each) for each in answer]
 
     async def has_backup(self, shard: int, backup: PeerId) -> None:
         """Say that the server ``backup`` has an equal copy of the shard that this one serves. On return ``view`` shows it. Raises
