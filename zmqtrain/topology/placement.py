@@ -348,7 +348,7 @@ def _too_many(topology: Topology, slots: int) -> str:
     if len(topology.hosts) > MOST_LISTED:
         each += f", and {len(topology.hosts) - MOST_LISTED} more hosts"
     return (
-        f"{compute.workers} workers ({counted(compute.groups, 'group')} of {compute.group_size}) do not fit into "
+        f"{counted(compute.workers, 'worker')} ({counted(compute.groups, 'group')} of {compute.group_size}) do not fit into "
         f"{counted(slots, 'slot')} ({each}). "
         "Either raise slots of a host or add [[hosts]]; or lower [compute] groups or group_size; or set oversubscribe = true in "
         "[job] to let workers share processors"
