@@ -115,7 +115,7 @@ class _Comparison:
         found = _sums(divided)
         called, every = expected.order, len(list(divided.parameters()))
         most = max((of for (what, _), of in expected.largest.items() if what == "gradient"), default=0.0)
-        for number, (name, parameter) in enumerate(divided.named_parameters()):
+        for number, (name, _) in enumerate(divided.named_parameters()):
             part = expected.gradients.pop(name, None)
             if name not in found:
                 continue
