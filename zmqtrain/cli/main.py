@@ -429,8 +429,8 @@ def dashboard(
 def top(run: Run = "latest") -> None:
     """Show runs in the terminal, while they train and afterwards: the dashboard without a browser. q or Ctrl-C leaves it.
 
-    RUN may also be a folder of runs. Keys ask for a checkpoint, stop the run or drain a host, as the dashboard's buttons do; leaving
-    changes nothing. Without a terminal the command prints the run's current state once.
+    RUN may also be a folder of runs. Keys ask for a checkpoint, stop the run or drain a host, as the dashboard's buttons do.
+    Leaving changes nothing. Without a terminal the command prints the run's current state once.
     """
     from zmqtrain.cli.top import run_top
 
