@@ -66,6 +66,6 @@ async def test_nothing_is_taken_where_nobody_has_begun_that_is_there() -> None:
     async with endpoints(3) as nodes:
         late = Buffers(0.0)
         beside_of(nodes[0], Buffers(1.0), begun=False)
-        await nodes[1].close()
+        nodes[2].forget("worker/1", "it is lost")
         await beside_of(nodes[2], late, begun=False).take(["worker/0", "worker/1", "worker/2"])
         assert late.taken is None
