@@ -88,8 +88,6 @@ PRICED = [("whole", "4x1", 2), ("whole", "2x2", 1), ("model", "4x1", 1), ("model
 
 
 @pytest.mark.parametrize(("choice", "grid", "slots"), PRICED)
-    ("choice", "grid", "slots"), [("whole", "4x1", 2), ("whole", "2x2", 1), ("model", "4x1", 1), ("model", "2x2", 2)]
-)
 def test_a_step_takes_what_it_is_priced_at(choice: Choice, grid: str, slots: int, tmp_path: Path) -> None:
     """By the code that trains, also where a host has several processes."""
     names, width, batch = [str(2 * number) for number in range(10)], 128, 32
