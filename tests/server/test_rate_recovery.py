@@ -132,9 +132,10 @@ def test_a_path_is_known_as_long_as_it_is_of_use(dtype: torch.dtype) -> None:
     path = PiecePath(3 * ELEMENTS, ELEMENTS, 2, is_complex=dtype.is_complex)
     values = torch.zeros(3 * ELEMENTS, dtype=dtype)
     for version in range(1, 20):
-        before, values = path.sample(values), values + 1
-        path.moved(before, path.sample(values), version)
-    gradient = path.sample(torch.full_like(values, -2))
+        path.begin(values)
+        values = values + 1
+        path.moved(values, version)
+    gradient = torch.full_like(values, -2)
     found = path.beside(gradient, 19)
     assert found is not None
     assert found.along == pytest.approx((found.gradient * found.path) ** 0.5, rel=1e-5)

@@ -32,29 +32,37 @@ class PiecePath:
         self._where = torch.linspace(0, numel - 1, min(numel, elements), dtype=torch.float64).long()
         self._width = len(self._where) * (2 if is_complex else 1)
         self._groups = groups
+        self._values: Tensor | None = None
+        """A sample of the values as they are now."""
         self._paths: dict[int, Tensor] = {}
         """version -> the path up to it; ascending. Never written to."""
 
-    def sample(self, flat: Tensor) -> Tensor:
+    def _sample(self, flat: Tensor) -> Tensor:
         """The elements that are looked at, of something of the piece's size."""
         found = flat.detach().view(-1)[self._where]
         return (torch.view_as_real(found).view(-1) if found.is_complex() else found).to(torch.float32)
 
-    def moved(self, before: Tensor, after: Tensor, version: int) -> None:
-        """An update has made ``version``: samples of the values before and after it."""
-        last = next(reversed(self._paths.values()), None)
-        moved = after - before
+    def begin(self, values: Tensor) -> None:
+        """Call it before an update changes the values; only the first call has an effect."""
+        if self._values is None:
+            self._values = self._sample(values)
+
+    def moved(self, values: Tensor, version: int) -> None:
+        """An update has made ``version``, which is ``values``."""
+        assert self._values is not None
+        before, self._values = self._values, self._sample(values)
+        last, moved = next(reversed(self._paths.values()), None), self._values - before
         new = moved / (ROUNDS * self._groups) if last is None else last + (moved - last) / (ROUNDS * self._groups)
         self._paths[version] = new
         while next(iter(self._paths)) < version - REMEMBERED * self._groups:
             del self._paths[next(iter(self._paths))]
 
     def beside(self, gradient: Tensor, read: int) -> Alignment | None:
-        """A gradient (a sample) that was computed with version ``read``; none if the path up to it is not known (any more)."""
+        """A gradient that was computed with version ``read``; none if the path up to it is not known (any more)."""
         path = self._paths.get(read)
         if path is None:
             return None
-        one, other = gradient.to(torch.float64), path.to(torch.float64)
+        one, other = self._sample(gradient).to(torch.float64), path.to(torch.float64)
         return Alignment(-float(one @ other), float(one @ one), float(other @ other))
 
     def state(self) -> dict[str, Value]:
@@ -74,6 +82,7 @@ class PiecePath:
         rows = torch.frombuffer(data, dtype=torch.float32).view(len(versions), self._width) if versions else torch.empty(0)
         if not bool(rows.isfinite().all()):
             raise ValueError("a path is not finite")
+        self._values = None
         self._paths = dict(zip(versions, rows.unbind(), strict=True))
 
 
@@ -81,6 +90,9 @@ class Recovery:
     """What a server's pieces may take back of the rate that was fitted: `RateRecovery`, with the paths that it must be told of."""
 
     def __init__(self, entries: Mapping[int, ShardEntry], groups: int, ceiling: float) -> None:
+        """``entries``: the pieces, which only updates change that this is told of. ``groups``: whose updates are a round.
+        ``ceiling``: the largest factor."""
+        self._entries = entries
         total = sum(entry.piece.numel for entry in entries.values())
         self._paths: dict[int, PiecePath] = {}
         for index, entry in entries.items():
@@ -100,20 +112,20 @@ class Recovery:
         found = {}
         for piece, gradient, read in gradients:
             path = self._paths[piece]
-            if (alignment := path.beside(path.sample(gradient), read)) is not None:
+            path.begin(self._values_of(piece))
+            if (alignment := path.beside(gradient, read)) is not None:
                 found[piece] = alignment
         self._rate.told(found)
         return self._rate.factor
 
-    def before(self, entry: ShardEntry) -> Tensor:
-        """What `after` needs of a piece that is about to be updated."""
-        values = entry.memory()
-        assert isinstance(values, TensorPayload)
-        return self._paths[entry.piece.index].sample(values.tensor)
+    def updated(self, piece: int) -> None:
+        """A gradient that was looked at has updated its piece."""
+        self._paths[piece].moved(self._values_of(piece), self._entries[piece].version)
 
-    def after(self, entry: ShardEntry, before: Tensor) -> None:
-        """The piece was updated."""
-        self._paths[entry.piece.index].moved(before, self.before(entry), entry.version)
+    def _values_of(self, piece: int) -> Tensor:
+        values = self._entries[piece].memory()
+        assert isinstance(values, TensorPayload)
+        return values.tensor
 
     def state(self) -> dict[str, Value]:
         """For a checkpoint."""

@@ -87,10 +87,9 @@ class Shard:
             if update.passed_over:
                 entry.version += 1
                 continue
-            before = recovery.before(entry) if recovery is not None else None
             entry.update(update.gradient, update.hyperparameters, factor, rate)
-            if recovery is not None and before is not None:
-                recovery.after(entry, before)
+            if recovery is not None:
+                recovery.updated(update.piece)
             self.sensors.applied(entry, update.gradient, update.reads[0][2], factor)
 
     def squares(self, updates: Sequence[Update]) -> float:
