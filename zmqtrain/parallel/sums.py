@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -29,7 +30,7 @@ class GradientSums:
     def __init__(self, model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard], *, overlap: bool = True) -> None:
         """``overlap``: whether layers are begun during backward; otherwise all at its end."""
         self._fabric = fabric
-        self._layers = _layers(model, shards)
+        self._layers = _layers(model.named_parameters(), shards)
         if overlap:
             for each in self._layers:
                 for parameter in each.parameters:
@@ -60,7 +61,7 @@ class GradientSums:
         layer.give(flat)
 
     def _begin(self, layer: _Layer) -> None:
-        layer.pending = self._fabric.among(layer.members).all_reduce(layer.take(), Label(layer.name, "dw", "backward"))
+        layer.pending = layer.begun(self._fabric)
 
 
 class _Layer:
@@ -75,6 +76,10 @@ class _Layer:
         *starts, numel = accumulate((parameter.numel() for parameter in parameters), initial=0)
         # Tensors without content say nothing.
         self._parts = Parts(starts if first.device.type != "meta" else (), numel, first.dtype)
+
+    def begun(self, fabric: Fabric) -> Pending:
+        """The sum, which others take part in."""
+        return fabric.among(self.members).all_reduce(self.take(), Label(self.name, "dw", "backward"))
 
     def take(self) -> Tensor:
         """The gradients, one after another in memory of their own, which say what this process's backward has not reached."""
@@ -101,10 +106,17 @@ def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard])
     GradientSums(model, fabric, shards, overlap=False).finish()
 
 
-def _layers(model: nn.Module, shards: Mapping[str, Shard]) -> list[_Layer]:
+def sum_at_once(named: Iterable[tuple[str, nn.Parameter]], fabric: Fabric, shards: Mapping[str, Shard]) -> None:
+    """The same of what stands for parameters, a few numbers each: all that is summed over the same ranks travels together."""
+    layers = _layers(named, {name: replace(shard, layer="") for name, shard in shards.items()})
+    for layer, pending in [(each, each.begun(fabric)) for each in layers]:
+        layer.give(*pending.wait())
+
+
+def _layers(named: Iterable[tuple[str, nn.Parameter]], shards: Mapping[str, Shard]) -> list[_Layer]:
     """The layer, the ranks, and the parameters of each sum of gradients."""
     together: dict[tuple[str, tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         shard = shards[name]
         if parameter.requires_grad and len(shard.summed_over) > 1:
             together.setdefault((shard.layer, shard.summed_over, parameter.dtype), []).append(parameter)
