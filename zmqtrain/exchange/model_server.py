@@ -182,7 +182,10 @@ class ModelServerExchange:
         numbers = _numbers(replica.buckets)
         rises = tuple(map(self._compensation.rise, given.groups))
         configuration = replace(
-            self._configuration(replica, self._base, restored), rises=rises, limits=self._compensation.limits(given)
+            self._configuration(replica, self._base, restored),
+            rises=rises,
+            ceilings=tuple(map(self._compensation.ceiling, given.groups)),
+            limits=self._compensation.limits(given),
         )
         cut = self._cut = configuration.pieces()
         self._take_back_unsent(replica, numbers, cut)
