@@ -56,15 +56,15 @@ class Evaluation:
         self._recorder = recorder
         self._left_out: set[str] = set()
 
-    async def run(self, group: Group, tag: str) -> dict[str, float]:
+    async def run(self, group: Group, tag: str) -> dict[str, float] | None:
         """Evaluate the model. Every member of ``group`` calls it, with equal parameters; all get the same result, by metric.
 
         Statistics that layers keep (batch norm) differ between workers, so those of the group's first member are used.
 
         Raises:
-            TaskError, UsageError: the task's data, model, loss or metric failed on this worker. The other members get no metric at
-                all then, so that they can go on to what they do together after an evaluation. (A divided model is computed
-                together; there the error is raised at once.)
+            TaskError, UsageError: the task's data, model, loss or metric failed on this worker. The other members get ``None``
+                then, so that they can go on to what they do together after an evaluation. (A divided model is computed together;
+                there the error is raised at once.)
         """
         model = self._replica.model
         alone = group.size == 1 and self._data.single(self._settings.batch_size)
@@ -87,7 +87,7 @@ class Evaluation:
             raise failure
         sums, failed = told[:-1], bool(told[-1])
         if failed:
-            return {}
+            return None
         if group.rank == 0:
             self._say_what_is_left_out(sums)
         return self._metrics.means(sums)

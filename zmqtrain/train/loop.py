@@ -360,9 +360,9 @@ class TrainLoop:
         await all_reduce(self._part.own, flag, ("reached", done))
         return bool(flag.numpy()[0])
 
-    def _reached(self, values: Mapping[str, float]) -> bool:
+    def _reached(self, values: Mapping[str, float] | None) -> bool:
         until = self._job.until
-        if until is None or not values:
+        if until is None or values is None:
             return False
         value = values.get(until.metric, values.get(f"eval_{until.metric}"))
         if value is None:
@@ -380,11 +380,11 @@ class TrainLoop:
         self._aim_reached = True
         return None
 
-    async def _evaluate_together(self, done: int) -> dict[str, float]:
+    async def _evaluate_together(self, done: int) -> dict[str, float] | None:
         tag, exchange = f"evaluate {done}", self._context.topology.exchange
         gossip = exchange.gossip if exchange.kind == "gossip" else None
 
-        async def evaluate(group: Group) -> dict[str, float]:
+        async def evaluate(group: Group) -> dict[str, float] | None:
             if gossip and not gossip.average_evaluations:
                 values = await self._evaluate(group, done, tag)
                 self._evaluated = None  # each group has evaluated its own parameters
@@ -394,18 +394,18 @@ class TrainLoop:
 
         return await self._members.together(f"evaluate/{done}", done, evaluate)
 
-    async def _evaluate_servers(self, done: int) -> dict[str, float]:
+    async def _evaluate_servers(self, done: int) -> dict[str, float] | None:
         """While other groups train, evaluate the servers' parameters of one moment."""
         tag = f"evaluate {done}"
         async with self._part.run_model(self._part.own, tag):
             return await self._evaluate(self._part.own, done, tag, still=True)
 
-    async def _evaluate(self, group: Group, step: int, tag: str, *, still: bool = False) -> dict[str, float]:
+    async def _evaluate(self, group: Group, step: int, tag: str, *, still: bool = False) -> dict[str, float] | None:
         start = asyncio.get_running_loop().time()
         with self._recorder.span("evaluate", "compute", step=step):
             values = await self.work.evaluate(group, tag, still=still)
-        if not values:  # it failed on another worker, which says so
-            return values
+        if values is None:  # it failed on another worker, which says so
+            return None
         self._evaluated = (step, values)
         self.work.callbacks.eval(step, values)
         if group.rank == 0:
