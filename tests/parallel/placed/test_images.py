@@ -379,6 +379,13 @@ def test_compiled_models_are_refused() -> None:
         model.last = torch.compile(model.last, backend="eager")  # type: ignore[assignment]
         with pytest.raises(UsageError, match="layer last is compiled"):
             parallelize(model, Grid(2, 1), fabric=fabric)
+        scripted = nn.Sequential(torch.jit.script(nn.Linear(3, 3)))
+        with pytest.raises(UsageError, match=r"layer 0 is compiled \(torch.jit\)"):
+            parallelize(scripted, Grid(2, 1), fabric=fabric)
+        model = Model(lambda self, h: h)
+        model.compile(backend="eager")
+        with pytest.raises(UsageError, match=r"Model is compiled \(torch.compile\)"):
+            parallelize(model, Grid(2, 1), fabric=fabric)
 
     run_ranks(2, run)
 
