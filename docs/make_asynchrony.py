@@ -5,7 +5,7 @@
     python docs/make_asynchrony.py table FOLDER                      # writes docs/asynchrony.json, prints rows of Markdown
 
 An emulator in one process: g groups, each computes a batch with the parameters that it read last, in a time that varies by a
-tenth, and the server's own code (`TensorEntry`, `Compensation`, `NormLimit`) applies it when it is done. *sync* is the same
+tenth, and the server's own code (`Compensation`, and `Shard` with all it has) applies it when it is done. *sync* is the same
 file with ``staleness = "sync"``: an update has the mean gradient of g batches. All see the same samples: U updates of one batch, or
 U / g of g batches.
 Models are those of tuning_tasks.py, and the transformer of examples/shakespeare.py, narrow; what they are judged on was not
@@ -38,6 +38,9 @@ from zmqtrain.exchange.norm_limit import NormLimit
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.observe.summary import Summary
+from zmqtrain.server.aggregator import Update
+from zmqtrain.server.rate_recovery import Recovery
+from zmqtrain.server.serving import Shard
 from zmqtrain.server.shard import TensorEntry
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
@@ -185,14 +188,17 @@ def train(job: Job, how: str, groups: int, lr: float, seed: int = 1, jitter: flo
     compensation = Compensation(expected_staleness("sync" if sync else "async", groups), on=True, look_ahead=how == "ahead")
     spec = compensation.of(describe_optimizer(given))
     rises = [compensation.rise(group) for group in describe_optimizer(given).groups]
-    limit = NormLimit([0]) if compensation.limits(describe_optimizer(given)) else None
+    limits, ceiling = compensation.limits(describe_optimizer(given)), compensation.ceiling(describe_optimizer(given).groups[0])
     size = replica.flat.numel()
     entry = TensorEntry(Piece(0, 0, 0, size, 0, 0), "float32", 0, spec, horizon=compensation.horizon, rises=rises)
     entry.load({"values": replica.flat.clone()}, 0)
+    shard = Shard({0: entry}, limit=NormLimit([0]) if limits else None)
+    if ceiling > 1:
+        shard.recovery = Recovery(shard.entries, groups, ceiling)
     samples = batches(len(job.train[0]), job.batch * (groups if sync else 1), seed)
     members, steps, chance = 1 if sync else groups, job.updates // groups, random.Random(seed)
     read = [entry.values.detach().clone() for _ in range(members)]
-    done = [0] * members
+    done, versions = [0] * members, [0] * members
     queue = [(max(0.1, chance.gauss(1, jitter)), group) for group in range(members)]
     heapq.heapify(queue)
     losses: list[float] = []
@@ -204,10 +210,10 @@ def train(job: Job, how: str, groups: int, lr: float, seed: int = 1, jitter: flo
             break
         for each in given.param_groups:
             each["lr"] = lr * job.factor(done[group], steps)
-        factor = limit.factor({0: entry.norm(gradient)}) if limit is not None else 1.0
-        entry.update(gradient, compensation.of(describe_optimizer(given)).groups[0], factor)
+        hyperparameters = compensation.of(describe_optimizer(given)).groups[0]
+        shard.apply([Update(0, gradient, hyperparameters, ((group, done[group], versions[group]),))])
         done[group] += 1
-        read[group] = entry.values.detach().clone()
+        read[group], versions[group] = entry.values.detach().clone(), entry.version
         heapq.heappush(queue, (now + max(0.1, chance.gauss(1, jitter)), group))
     loss, accuracy = replica.judge(entry.values.detach())
     part = max(1, len(losses) // 20)
@@ -297,22 +303,44 @@ def check(folder: Path, data: str, groups: int = 4, lr: float = 0.05) -> None:
 
 
 def table(folder: Path) -> None:
-    """All cells there are, as JSON beside this file, and those of `WAYS` and seed 1 as Markdown.
+    """All cells there are, as JSON beside this file, and those of `WAYS` as Markdown, in the mean of their seeds.
 
-    The JSON also keeps cells of what was there before `NormLimit`: the look-ahead alone (``plain ahead``), and with a rate that
-    rises at the beginning for SGD, too (``rising``)."""
+    The JSON also keeps cells of earlier rules: the look-ahead alone (``plain ahead``), with a rate that rises at the beginning for
+    SGD, too (``rising``), and with `NormLimit` and a fitted rate that stays (``fitted``)."""
     cells = [cell for name in JOBS if (file := folder / f"{name}.json").exists() for cell in json.loads(file.read_text())]
     Path(__file__).with_name("asynchrony.json").write_text(json.dumps(cells, indent=1) + "\n")
-    found = {(cell["task"], cell["groups"], cell["lr"], cell["how"]): cell for cell in cells if cell["seed"] == 1}
+    found: dict[tuple[str, int, float, str], list[dict[str, Any]]] = {}
+    for cell in cells:
+        found.setdefault((cell["task"], cell["groups"], cell["lr"], cell["how"]), []).append(cell)
     for name, groups, lr in dict.fromkeys(key[:3] for key in found):
-        three = [found.get((name, groups, lr, how)) for how in WAYS]
-        sync, _, ahead = three
-        texts = ["-" if cell is None else f"{cell['accuracy']:.1f} %, {cell['loss']:.3f}" for cell in three]
-        good = "-"
-        if sync is not None and ahead is not None:
-            near = ahead["loss"] <= 1.02 * sync["loss"] if name == "transformer" else ahead["accuracy"] >= sync["accuracy"] - 1
-            good = "yes" if near else "**no**"
-        print(f"| {name} | {groups} | {lr:g} | {' | '.join(texts)} | {good} |")
+        sync, before, now = (found.get((name, groups, lr, how), []) for how in WAYS)
+        texts = [told(name, each) for each in (sync, before, now)]
+        print(f"| {name} | {groups} | {lr:g} | {' | '.join(texts)} | {close(name, now, sync)} | {close(name, now, before)} |")
+
+
+def mean(cells: list[dict[str, Any]], what: str) -> float:
+    return sum(float(cell[what]) for cell in cells) / len(cells)
+
+
+def told(task: str, cells: list[dict[str, Any]]) -> str:
+    """Accuracy and loss, and in brackets the worst seed's of what the task is judged by."""
+    if not cells:
+        return "-"
+    accuracy, loss = f"{mean(cells, 'accuracy'):.1f}", f"{mean(cells, 'loss'):.3f}"
+    if len(cells) == 1:
+        return f"{accuracy} %, {loss}"
+    if task == "transformer":
+        return f"{accuracy} %, {loss} ({max(cell['loss'] for cell in cells):.3f})"
+    return f"{accuracy} ({min(cell['accuracy'] for cell in cells):.1f}) %, {loss}"
+
+
+def close(task: str, cells: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+    """Whether they are at most 1 point behind others in the mean, or 2 % of loss."""
+    if not cells or not others:
+        return "-"
+    if task == "transformer":
+        return "yes" if mean(cells, "loss") <= 1.02 * mean(others, "loss") else "**no**"
+    return "yes" if mean(cells, "accuracy") >= mean(others, "accuracy") - 1 else "**no**"
 
 
 def main() -> int:

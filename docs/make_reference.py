@@ -372,7 +372,8 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "view": ("From this step on these members train", "`version`, `members`, `reason`"),
     "momentum": (
         "A worker at the start: what momentum the run has. A server: what its parameters have shown",
-        "see [tuning](../tuning.md#with-look_ahead--none); of a server `fitted`, `updates`",
+        "see [tuning](../tuning.md#with-look_ahead--none); of a server `fitted`, `updates`, `rate` (by what the fitted learning "
+        "rate is multiplied; null if it stays)",
     ),
     "load": (
         "A model server or FC server: what it has handled since its previous one, every two seconds while it has work",

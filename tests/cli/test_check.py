@@ -341,4 +341,4 @@ def test_settings_and_an_engine_on_the_command_line(file: Path, capsys: pytest.C
     assert run_check(file, True, file_only=True, settings=["engine.kind=slrum"]) == 2
     assert "there is no such engine; did you mean 'slurm'" in capsys.readouterr().out
     assert run_check(file, True, file_only=True, settings=["compute.groups=2000"]) == 2
-    assert "2000" in capsys.readouterr().out
+    assert "2,000 groups" in capsys.readouterr().out

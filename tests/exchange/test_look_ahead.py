@@ -79,6 +79,7 @@ def test_four_updates_do_what_one_does_by_their_mean(kind: str) -> None:
         "lr_factor": pytest.approx(lr / 0.1),
         "rise": 0.0 if kind == "sgd" else RISE * 5.0,
         "norm_limit": LIMIT if kind == "sgd" else None,
+        "recovery": 4.0 if kind == "sgd" else 2.0,
     }
     own = Compensation(3.0, on=True, look_ahead=True, own_rate=True)
     assert (own.rise(given.groups[0]), own.limits(given)) == ((0.0, True) if kind == "sgd" else (RISE * 5.0, False))
@@ -129,7 +130,8 @@ def test_without_momentum_the_rate_alone_is_fitted(kind: str) -> None:
     for key, value in spec.groups[0].items():
         assert key in fitted or changed.groups[0][key] == value
     told = Compensation(3.0, on=True, look_ahead=True).describe(spec)
-    assert told["look_ahead"] == {"updates": 0.0, "steps": 0.0, "lr_factor": pytest.approx(factor), "rise": 0.0, "norm_limit": None}
+    rate = {"lr_factor": pytest.approx(factor), "rise": 0.0, "norm_limit": None, "recovery": None}
+    assert told["look_ahead"] == {"updates": 0.0, "steps": 0.0, **rate}
     assert told["total"] == 0.75, "nothing is looked ahead, so it acts like the implicit one"
 
 
@@ -178,6 +180,7 @@ def test_a_momentum_of_the_job_s_own_is_kept_with_its_rate() -> None:
         "lr_factor": 1.0,
         "rise": 0.0,
         "norm_limit": None,
+        "recovery": None,
     }
 
 

@@ -181,7 +181,8 @@ def test_a_run_without_momentum_says_what_its_rate_is(tmp_path: Path) -> None:
     topology = topology_of(tmp_path, "async", "auto", "auto")
     assert simulate(topology, options=Options(task=task(0.0), on_report=hear)).ending.status == "done"
     told = summary.to_dict()["momentum"]
-    assert told["look_ahead"] == {"updates": 0.0, "steps": 0.0, "lr_factor": 0.25, "rise": 0.0, "norm_limit": None}
+    rate = {"lr_factor": 0.25, "rise": 0.0, "norm_limit": None, "recovery": None}
+    assert told["look_ahead"] == {"updates": 0.0, "steps": 0.0, **rate}
     assert (told["target"], told["explicit"], told["total"]) == (0.0, 0.0, 0.75)
     assert told["total_measured"] == pytest.approx(0.75, abs=0.05)
     assert told["fitted"] == pytest.approx(0.75, abs=0.15)

@@ -32,6 +32,7 @@ CONFIGURATION = Configuration(
     clip_norm=0.5,
     horizon=5.0,
     rises=(100.0, 0.0),
+    ceilings=(2.0, 1.0),
     limits=True,
 )
 
@@ -53,10 +54,11 @@ def test_a_configuration_travels() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rises", [[1.0], [1.0, 2.0, 3.0], ["x", 1.0], None, 3.0])
-def test_rises_of_something_else_are_refused(rises: Any) -> None:
+@pytest.mark.parametrize("what", ["rises", "ceilings"])
+@pytest.mark.parametrize("wrong", [[1.0], [1.0, 2.0, 3.0], ["x", 1.0], None, 3.0])
+def test_rates_of_something_else_are_refused(what: str, wrong: Any) -> None:
     with pytest.raises(ProtocolError):
-        Configuration.from_value({**cast(dict[str, Any], CONFIGURATION.to_value()), "rises": rises})
+        Configuration.from_value({**cast(dict[str, Any], CONFIGURATION.to_value()), what: wrong})
 
 
 @given(plain)

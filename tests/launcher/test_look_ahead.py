@@ -63,7 +63,9 @@ def test_look_ahead_and_go_on(tmp_path: Path) -> None:
             "lr_factor": pytest.approx((1 - explicit) / 0.1 / 3),
             "rise": 0.0,
             "norm_limit": LIMIT,
+            "recovery": 3.0,
         }
+        assert any("(up to 3 times that where steps are too small), gradients up to 1.2 times" in line for line in run.lines), run
         assert any("gradients up to 1.2 times their running mean; looked 3.5 updates ahead" in line for line in run.lines), run
         checkpoint = find_checkpoints(folder / "run" / "checkpoints")[-1]
         kept = load_file(next(checkpoint.glob("server-0*.safetensors")))

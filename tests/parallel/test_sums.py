@@ -9,7 +9,7 @@ from torch import nn
 from tests.parallel.by_hand import shards_of
 from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.grid import Grid
-from zmqtrain.parallel.sums import GradientSums, sum_gradients
+from zmqtrain.parallel.sums import GradientSums, sum_at_once, sum_gradients
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
 
 
@@ -135,3 +135,34 @@ def test_what_no_process_has_reached_is_passed_over_as_in_pytorch(name: str, ove
         for key, tensor in state.items():
             torch.testing.assert_close(tensor, alone.state_dict()[key], rtol=1e-12, atol=1e-12)
     assert torch.equal(results[0]["never.weight"], given["never.weight"])
+
+
+def test_what_stands_for_parameters_travels_in_one_message_of_all_layers() -> None:
+    def run(fabric: ThreadFabric) -> None:
+        layers = model().double()
+        stand_ins = {name: nn.Parameter(torch.zeros(2, dtype=torch.float64)) for name, _ in layers.named_parameters()}
+        for number, (name, each) in enumerate(stand_ins.items()):
+            if name != "3.weight":  # no process has one
+                each.grad = torch.full((2,), float(number + fabric.rank), dtype=torch.float64)
+        sum_at_once(stand_ins.items(), fabric, shards_of(layers, Grid(1, 2), fabric.rank))
+        for number, (name, each) in enumerate(stand_ins.items()):
+            if name == "3.weight":
+                assert each.grad is None
+            else:
+                assert each.grad is not None
+                assert each.grad.tolist() == [2 * number + 1] * 2
+
+    _, world = run_ranks(2, run)
+    assert {label.layer for traffic in world.traffic for label in traffic.messages} == {""}
+
+
+def test_sparse_gradients() -> None:
+    def run(fabric: ThreadFabric) -> torch.Tensor:
+        layers = nn.Sequential(nn.Embedding(3, 2, sparse=True, dtype=torch.float64))
+        layers(torch.tensor([fabric.rank])).sum().backward()
+        sum_gradients(layers, fabric, shards_of(layers, Grid(1, 2), fabric.rank))
+        assert layers[0].weight.grad is not None
+        return layers[0].weight.grad
+
+    for found in run_ranks(2, run)[0]:
+        assert found.tolist() == [[1, 1], [1, 1], [0, 0]]

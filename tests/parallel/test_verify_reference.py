@@ -62,6 +62,17 @@ def test_one_process_of_each_host_runs_the_ordinary_model(monkeypatch: pytest.Mo
     assert len(ran) == 1
 
 
+def test_it_has_the_threads_of_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    had: list[tuple[int, int]] = []
+    original = reference._Ordinary.run
+    monkeypatch.setattr(reference._Ordinary, "run", lambda self: (had.append((before, torch.get_num_threads())), original(self)))
+    before = torch.get_num_threads()
+    monkeypatch.setattr(reference, "processors", lambda: 3 * before)
+    run(perceptron())
+    assert had == [(before, 3 * before)]  # of four processes, but there are no more processors
+    assert torch.get_num_threads() == before
+
+
 def test_processes_may_each_have_another_one_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     of_two_hosts = verdict.compare
     monkeypatch.setattr(verdict, "compare", lambda case, *rest: of_two_hosts(verdict.replace(case, references=(0, 1, 0, 1)), *rest))

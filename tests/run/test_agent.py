@@ -193,6 +193,13 @@ async def give_up(scene: Scene) -> None:
     await scene.pass_s(Timeouts.of(TIMEOUT_S).heartbeat_s)
 
 
+async def end_without_it(scene: Scene) -> None:
+    """The run ends while a process is new that has been started again."""
+    await when(lambda: marks(scene.script, "worker/0").count("began") == 2)
+    await scene.coordinator.tell("finish", None)
+    await scene.pass_s(GRACE_S / 2)
+
+
 @dataclass(frozen=True)
 class Case:
     """Lives of the host's roles, what happens to them, and what is told."""
@@ -265,6 +272,12 @@ CASES = {
     ),
     "a worker that the run goes on without": Case(
         {"worker/0": ["waits", "ends well"]}, lose, {"worker/0": [KILLED, again(0), ("exited", 0, None, False)]}, restarts=1
+    ),
+    "a worker that comes when the run is over": Case(
+        {"worker/0": ["dies", "waits"]},
+        end_without_it,
+        {"worker/0": [KILLED, again(0), ("exited", 143, None, True)]},
+        restarts=1,
     ),
     "a host that is given up": Case({"worker/0": ["waits"]}, give_up, {}, raises="PeerLostError"),
 }

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
-from tests.train.world import Recipe, data_of, run, topology_of
+from tests.train.world import Recipe, data_of, network_of, run, topology_of
+from zmqtrain.errors import TaskError
+from zmqtrain.train.metrics import Metrics
 from zmqtrain.train.task import Task
 
 
@@ -108,3 +113,29 @@ async def test_samples_that_the_collate_function_leaves_out_do_not_count() -> No
     event = result.recorders["worker/0"].of("eval")[0]
     assert event["eval_loss"] == pytest.approx(float(nn.functional.cross_entropy(output, target)), rel=1e-12)
     assert event["eval_accuracy"] == pytest.approx(float((output.argmax(1) == target).double().mean()), rel=1e-12)
+
+
+def raises(output: Any, target: Any) -> float:
+    raise ValueError("no such class")
+
+
+@pytest.mark.parametrize("exchange", [{"kind": "allreduce"}, {"staleness": "async"}, {"kind": "gossip"}], ids=str)
+async def test_a_model_is_kept_though_the_last_evaluation_fails_on_one_worker(exchange: dict[str, Any], tmp_path: Path) -> None:
+    fine = Recipe(metrics={"own": lambda output, target: 0.5})
+    bad = Recipe(metrics={"own": raises})
+    topology = topology_of(job={"steps": 4}, compute={"groups": 2, "batch_size": 12}, exchange=exchange)
+    result = await run(topology, lambda peer: (bad if peer == "worker/1" else fine)(peer), folder=tmp_path)
+    assert list(result.errors) == ["worker/1"]
+    assert "the metric 'own'(output, target) raised ValueError: no such class" in str(result.errors["worker/1"])
+    assert not result.recorders["worker/0"].of("eval")  # a part of the samples is not the evaluation
+    model = network_of(torch.float64)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert json.loads((tmp_path / "model.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize("value", ["0.5", None, torch.zeros(2), torch.zeros(1, dtype=torch.complex64), [1.0]], ids=str)
+def test_a_metric_that_is_no_number(value: Any) -> None:
+    recipe = Recipe(metrics={"own": lambda output, target: value})
+    metrics = Metrics(recipe("worker/0"))
+    with pytest.raises(TaskError, match=r"metric 'own'.* returned .*: let it return one number, or the pair \(sum, weight\)"):
+        metrics.add(metrics.zeros(), torch.randn(4, 3), torch.tensor([0, 1, 2, 0]), 4)

@@ -25,7 +25,7 @@ PORT = 8790
 
 
 class Processes:
-    """Implements `zmqtrain.observe.dashboard.server.Control` with the processes of this machine."""
+    """Implements `zmqtrain.observe.dashboard.control.Control` with the processes of this machine."""
 
     def __init__(self) -> None:
         self._ended: dict[Path, tuple[float, dict[str, Any]]] = {}  # by the time of the summary, which is written once
@@ -73,7 +73,7 @@ def run_dashboard(
 
     from zmqtrain.observe.dashboard.server import make_app
 
-    folder, run = _folder_of(name)
+    folder, run = folder_of(name)
     token = secrets.token_urlsafe(16)
     with _listen(address, port) as listening:
         at = int(listening.getsockname()[1])
@@ -91,7 +91,7 @@ def run_dashboard(
     return 0
 
 
-def _folder_of(name: str | None) -> tuple[Path, str]:
+def folder_of(name: str | None) -> tuple[Path, str]:
     """The folder with the runs, and the name of the run to show first; empty: the newest."""
     if name is None:
         folder = Path("runs")

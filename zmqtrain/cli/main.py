@@ -427,9 +427,10 @@ def dashboard(
 
 @app.command(cls=Command)
 def top(run: Run = "latest") -> None:
-    """Show a run in the terminal, while it trains and afterwards: the dashboard as text. Leave it with q or Ctrl-C.
+    """Show runs in the terminal, while they train and afterwards: the dashboard without a browser. q or Ctrl-C leaves it.
 
-    Without a terminal it prints the run's current state once. The run itself is not touched.
+    RUN may also be a folder of runs. Keys ask for a checkpoint, stop the run or drain a host, as the dashboard's buttons do.
+    Leaving changes nothing. Without a terminal the command prints the run's current state once.
     """
     from zmqtrain.cli.top import run_top
 

@@ -38,6 +38,8 @@ divide by what gradients have been, which is hardly known at the beginning (Liu 
 Learning Rate and Beyond"). Their rate rises with the square root of the update's number, over `RISE` updates for each that is
 looked ahead, on top of whatever schedule the task has. (Yang et al., "PipeMare", technique 1, divide the rate by the delay, and
 give it back over the first steps.) That costs as much as a third of these updates; at low rates it is their number that counts.
+
+Where steps are too small even so, the fitted rate rises again, as far as the task's own (`zmqtrain.exchange.rate_recovery`).
 """
 
 from __future__ import annotations
@@ -84,17 +86,22 @@ def is_proportional(group: Mapping[str, Value]) -> bool:
 def with_rate_of_one(group: Mapping[str, Value], momentum: float, others: float) -> dict[str, Value]:
     """The hyperparameters, all but the momentum, of an optimizer of which ``1 + others`` updates do what one of the given does
     with their mean gradient. ``momentum``: the given's."""
-    changed, groups = dict(group), 1 + others
+    changed = dict(group)
     lr, betas, alpha = group.get("lr"), group.get("betas"), group.get("alpha")
     factor = 1.0 if is_mean(group) else (1 - spread(momentum, others)) / (1 - momentum)
     if isinstance(betas, list | tuple):
         changed["betas"] = [betas[0], *(spread(each, others) for each in betas[1:] if isinstance(each, int | float))]
     if "centered" in group and isinstance(alpha, int | float):  # RMSprop
         changed["alpha"] = spread(alpha, others)
-    normalized = is_mean(group) or "centered" in group
     if isinstance(lr, int | float):
-        changed["lr"] = lr * factor / (math.sqrt(groups) if normalized else groups)
+        changed["lr"] = lr * factor / rate_of_round(group, others)
     return changed
+
+
+def rate_of_round(group: Mapping[str, Value], others: float) -> float:
+    """How many times smaller than the task's the rate is that `with_rate_of_one` gives an update, but for the momentum."""
+    groups = 1 + others
+    return math.sqrt(groups) if is_mean(group) or "centered" in group else groups
 
 
 def steps_ahead(momentum: float, updates: float) -> float:

@@ -8,18 +8,14 @@ The life of a bucket, while backward and the next forward run::
 Each worker of a group exchanges only its part of a bucket, so the servers' traffic is one model per group.
 
 With members that survive losses, `zmqtrain.exchange.server_changes` tells servers who takes part from which step on; a worker that
-comes late then gets the parameters for its first step from them. So do all workers of a group of several that has lost one, or got
-one: they give up the steps that the old team has under way, and go on as a new team (`zmqtrain.data.teams`)::
-
-    change of the team -> exchanges under way are abandoned, their buckets are free -> the step ends, and counts only as far as the
-    old team's pushes have arrived -> ... -> read the parameters with which the new team begins -> its first step
+comes late then gets the parameters for its first step from them, and what is beside these from another worker
+(`zmqtrain.exchange.beside`). So do all workers of a group of several that has lost one, or got one (`zmqtrain.exchange.own_team`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,11 +30,13 @@ from zmqtrain.errors import CheckpointError, PeerLostError, ProtocolError, Usage
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
-from zmqtrain.exchange.checkpoint_part import copy_of_received, kept_payload, pack_manifest, require_like, unpack_manifest
+from zmqtrain.exchange.beside import Beside
+from zmqtrain.exchange.checkpoint_part import kept_payload, pack_manifest, require_like
 from zmqtrain.exchange.clip import GroupClip, square
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.optimizer import require_elementwise
+from zmqtrain.exchange.own_team import OwnTeam
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.server_changes import ServerChanges, base_value
 from zmqtrain.exchange.server_heads import Heads
@@ -60,14 +58,11 @@ from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.membership.client import Membership
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.elastic import ASKING
-from zmqtrain.waiting import abandoned, in_time, together
+from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.compress import Compressor, make_compressor
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
-
-#: The request for what a worker has beside its parameters.
-BESIDE = "model_server.beside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +97,9 @@ class ModelServerExchange:
         """``members``: given if they survive losses. ``membership``: given if servers survive them, too."""
         self._members: Members | None = members
         self._changes: ServerChanges | None = None
-        self._team: Team | None = None  # if groups have several workers, and may lose some
-        self._entered: int | None = None  # the life of the team with whose first parameters this worker has begun
-        self._giving_up: asyncio.Task[None] | None = None
-        self._entering: asyncio.Task[None] | None = None
+        self._own_team: OwnTeam | None = None  # if groups have several workers, and may lose some
         self._kept_by: dict[int, PeerId] = {}  # shard -> the server that was told to keep the last checkpoint
-        self._asked: list[PeerId] = []  # late workers that want to begin with what this one has beside its parameters
-        self._rests = False  # it trains no step now
+        self._beside: Beside | None = None  # if workers may come late
         self._endpoint = endpoint
         self._settings = settings
         self._heads = Heads(endpoint, settings.servers, membership=membership)
@@ -191,7 +182,10 @@ class ModelServerExchange:
         numbers = _numbers(replica.buckets)
         rises = tuple(map(self._compensation.rise, given.groups))
         configuration = replace(
-            self._configuration(replica, self._base, restored), rises=rises, limits=self._compensation.limits(given)
+            self._configuration(replica, self._base, restored),
+            rises=rises,
+            ceilings=tuple(map(self._compensation.ceiling, given.groups)),
+            limits=self._compensation.limits(given),
         )
         cut = self._cut = configuration.pieces()
         self._take_back_unsent(replica, numbers, cut)
@@ -207,12 +201,13 @@ class ModelServerExchange:
         self._divide()
         if late and self._members is not None:
             # Before the others wait for this worker in their steps: then they would not come to answer.
-            await self._take_beside(self._members, replica)
+            assert self._beside is not None
+            await self._beside.take(self._members.at(0))
             first_step = await self._members.join()
-            if self._team is None:
+            if self._own_team is None:
                 await self._read_entered()
-            while not await self._enter():
-                await self._members.settled()
+            else:
+                await self._own_team.entered()
             return first_step
         starting = [self._ask_servers("configure", configuration.to_value())] if settings.group == settings.position == 0 else []
         await together(self._reads().initial(), self._send_initial(replica), *starting)
@@ -227,13 +222,16 @@ class ModelServerExchange:
             return False
         groups = settings.groups if max(map(len, settings.groups)) > 1 else ()
         self._changes = ServerChanges(self._heads, members, groups, timeout_s=settings.barrier_s, recorder=self._recorder)
-        self._team = members.team()
-        self._entered = None if self._team is None else self._team.life
-        self._endpoint.serve(BESIDE, self._on_beside)
+        replica = self._replica_started()
+        self._beside = Beside(self._endpoint, replica, lambda: bool(self._versions), timeout_s=settings.barrier_s)
         if groups:
-            members.on_change(self._on_change)
-            members.before_steps(self._enter)
+            self._own_team = OwnTeam(members, changed=self._change_teams, read=self._read_entered)
         return members.late
+
+    @property
+    def _team(self) -> Team | None:
+        """This worker's team now, if groups have several workers and may lose some."""
+        return None if self._own_team is None else self._own_team.now
 
     @property
     def _life(self) -> int | None:
@@ -241,8 +239,6 @@ class ModelServerExchange:
         if self._members is None:
             return None
         return self._members.own_incarnation if self._team is None else self._team.life
-
-    # Teams.
 
     def _divide(self) -> None:
         """Take this worker's part of what its group exchanges."""
@@ -254,89 +250,20 @@ class ModelServerExchange:
         for index, pieces in self._pieces.items():
             self._mine[index] = [piece for piece in pieces if owner_of(piece.position, peers) == me]
 
-    def _on_change(self, step: int, living: tuple[PeerId, ...]) -> None:
-        """All know who trains from a step on."""
-        assert self._members is not None
-        team = self._members.team()
-        if team is None or (self._team is not None and team.life == self._team.life):
-            return
-        self._team = team
+    def _change_teams(self) -> Awaitable[None]:
+        """The team is another one. Returns what ends once nothing is done any more with what the old one has under way."""
         self._divide()
-        if self._entering is not None:
-            self._entering.cancel()
-        given_up = self._give_up(self._giving_up, self._under_way.give_up(self._replica_started().parameters_ready))
-        self._giving_up = asyncio.get_running_loop().create_task(given_up, name="give up a team's steps")
-
-    async def _give_up(self, before: asyncio.Task[None] | None, freed: Awaitable[None]) -> None:
-        if before is not None:
-            await asyncio.wait({before})
-        await freed
-
-    async def _enter(self) -> bool:
-        """Read the parameters with which this worker's team begins. Returns whether there was nothing to read any more; if not, the
-        team may be another one meanwhile."""
-        team = self._team
-        if team is None or self._entered == team.life:
-            return True
-        if self._giving_up is not None:
-            await asyncio.wait({self._giving_up})
-        if self._team is team:
-            self._entering = entering = asyncio.get_running_loop().create_task(self._read_entered(), name="enter")
-            try:
-                await asyncio.wait({entering})
-            finally:
-                self._entering = None
-                await abandoned([entering])
-            if self._team is team:
-                entering.result()
-                self._entered = team.life
-        return False
+        return self._under_way.give_up(self._replica_started().parameters_ready)
 
     async def _read_entered(self) -> None:
         await self._reads().entered()
         for bucket in self._replica_started().buckets:
             self._replica_started().parameters_ready(bucket)
 
-    async def _take_beside(self, members: Members, replica: Replica) -> None:
-        """Begin with what another worker has beside its parameters (the model's buffers), if there is one that has begun."""
-        for peer in members.at(0):
-            if peer == self._endpoint.peer:
-                continue
-            with suppress(PeerLostError):
-                answer = await self._endpoint.request(peer, BESIDE, timeout=self._settings.barrier_s)
-                if answer.meta is not True:
-                    continue
-                listed, about = unpack_manifest(await self._received_beside(peer, (BESIDE,)))
-                tensors = {
-                    name: copy_of_received(await self._received_beside(peer, (BESIDE, name)), shape) for name, _, shape in listed
-                }
-                await replica.take_beside(tensors, about)
-                return
-
-    async def _received_beside(self, peer: PeerId, tag: Tag) -> Payload:
-        async with in_time(peer, "the buffers of its model", self._settings.barrier_s):
-            return await self._endpoint.receive(peer, tag)
-
-    async def _on_beside(self, caller: PeerId) -> Value:
-        if not self._versions:  # it has not begun itself
-            return False
-        if self._rests:
-            await self._give_beside([caller])
-        else:  # at the end of the step
-            self._asked.append(caller)
-        return True
-
-    async def _give_beside(self, peers: Sequence[PeerId]) -> None:
-        tensors, values = await self._replica_started().beside()
-        for peer in peers:
-            with suppress(PeerLostError):
-                await self._endpoint.send(peer, (BESIDE,), pack_manifest(tensors, values))
-                for name, payload in tensors.items():
-                    await self._endpoint.send(peer, (BESIDE, name), payload)
-
     def begin_step(self, step: int) -> None:
         assert self._replica is not None, "start() comes first"
-        self._rests = False
+        if self._beside is not None:
+            self._beside.rests = False
         if self._members is not None:
             slot = self._members.slot(step)
             assert slot is not None, f"step {step} has no batch for this worker"
@@ -364,9 +291,8 @@ class ModelServerExchange:
         await self._under_way.all_added()
         if not self._settings.overlap:
             await self.settle()
-        if self._asked:
-            asked, self._asked = self._asked, []
-            await self._give_beside(asked)
+        if self._beside is not None:
+            await self._beside.give()
 
     async def settle(self) -> None:
         await self._under_way.settle()
@@ -408,13 +334,11 @@ class ModelServerExchange:
         return None
 
     async def leave(self) -> None:
-        self._rests = True
-        if self._asked:
-            asked, self._asked = self._asked, []
-            await self._give_beside(asked)
-        if self._members is not None:  # servers must not wait for a team that they have not let in yet
-            while not await self._enter():
-                await self._members.settled()
+        if self._beside is not None:
+            self._beside.rests = True
+            await self._beside.give()
+        if self._own_team is not None:  # servers must not wait for a team that they have not let in yet
+            await self._own_team.entered()
         if self._replica is not None:
             plan = None if self._members is None else self._members.slots
             await self._ask_servers("left", *([] if plan is None else [plan.eras[-1].since]))
@@ -424,8 +348,8 @@ class ModelServerExchange:
         stops early waits for no other worker."""
         if self._members is not None:
             await self._members.stop()
-        if self._giving_up is not None:
-            await abandoned([self._giving_up])
+        if self._own_team is not None:
+            await self._own_team.stop()
         await self._under_way.cancel()
         self._arithmetic.close()
         if self._replica is None:
@@ -542,7 +466,8 @@ class ModelServerExchange:
         except PeerLostError as error:
             if error.peer not in team:
                 raise
-            await asyncio.sleep(self._settings.barrier_s)  # a change of the team cancels this
+            # A change of the team cancels this. If all still see that worker, there is none: then this one must end.
+            await asyncio.sleep(self._settings.request_s)
             raise
 
     def _abort(self, error: BaseException) -> None:

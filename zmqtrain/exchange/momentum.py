@@ -21,7 +21,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from zmqtrain.exchange.base import OptimizerSpec
-from zmqtrain.exchange.look_ahead import RISE, has_rule, horizon, is_proportional, spread, steps_ahead, with_rate_of_one
+from zmqtrain.exchange.look_ahead import (
+    RISE,
+    has_rule,
+    horizon,
+    is_proportional,
+    rate_of_round,
+    spread,
+    steps_ahead,
+    with_rate_of_one,
+)
 from zmqtrain.exchange.norm_limit import LIMIT
 from zmqtrain.topology.schema import Topology
 from zmqtrain.wire.payload import Value
@@ -111,6 +120,12 @@ class Compensation:
         Without momentum it does not: what is stable then is hardly less than in synchronous training. Nor with a limit."""
         return RISE * self.horizon if self._steadied(group) and not is_proportional(group) else 0.0
 
+    def ceiling(self, group: Mapping[str, Value]) -> float:
+        """By how much the rate that is fitted to a parameter group of the task's may be multiplied (`RateRecovery`).
+
+        That is 1 without momentum, where a rate that rises gains little and is less stable, and with a rate that is not fitted."""
+        return rate_of_round(group, self.others) if self._steadied(group) else 1.0
+
     def limits(self, spec: OptimizerSpec) -> bool:
         """Whether servers limit how fast gradients grow, by which the task's optimizer is to go."""
         return any(self._steadied(group) and is_proportional(group) for group in spec.groups)
@@ -155,6 +170,7 @@ class Compensation:
             "lr_factor": factor,
             "rise": self.rise(given),
             "norm_limit": LIMIT if self.limits(spec) else None,
+            "recovery": ceiling if (ceiling := self.ceiling(given)) > 1 else None,
         }
         total = (explicit or 0.0) ** (1 + self.others) if self.on and far else stated["total"]
         return {**stated, "total": total, "look_ahead": ahead}

@@ -103,6 +103,8 @@ class Configuration:
     """The number of updates that the parameters look ahead (`zmqtrain.exchange.look_ahead`)."""
     rises: tuple[float, ...] = ()
     """The number of updates over which the learning rate of each parameter group rises at the beginning, if any does."""
+    ceilings: tuple[float, ...] = ()
+    """By how much the fitted rate of each parameter group may be multiplied (`zmqtrain.exchange.rate_recovery`), if any."""
     limits: bool = False
     """Whether servers limit how fast gradients grow (`zmqtrain.exchange.norm_limit`)."""
     resumed: int | None = None
@@ -136,15 +138,17 @@ class Configuration:
             values["groups"] = tuple(tuple(members) for members in values["groups"])
             values["servers"] = tuple(values["servers"])
             values["rises"] = tuple(float(rise) for rise in values["rises"])
+            values["ceilings"] = tuple(float(ceiling) for ceiling in values["ceilings"])
             optimizer = values["optimizer"]
             values["optimizer"] = OptimizerSpec(optimizer["name"], tuple(optimizer["groups"]))
             configuration = cls(**values)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ProtocolError(f"a model server got an invalid configuration: {error}") from None
-        if configuration.rises and len(configuration.rises) != len(configuration.optimizer.groups):
-            raise ProtocolError(
-                f"the configuration has {len(configuration.rises)} rises for {len(configuration.optimizer.groups)} learning rates"
-            )
+        for what, each in (("rises", configuration.rises), ("ceilings", configuration.ceilings)):
+            if each and len(each) != len(configuration.optimizer.groups):
+                raise ProtocolError(
+                    f"the configuration has {len(each)} {what} for {len(configuration.optimizer.groups)} learning rates"
+                )
         if not configuration.buckets or not configuration.groups or configuration.policy not in ("sync", "async", "bound"):
             raise ProtocolError(
                 f"a model server cannot work with {len(configuration.buckets)} buckets, "

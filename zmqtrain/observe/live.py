@@ -279,8 +279,10 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
     momentum = values["momentum"]
     ahead = None if momentum is None else momentum.get("look_ahead")
     factor = f", learning rate times {ahead['lr_factor']:.3g}" if ahead and ahead["lr_factor"] != 1 else ""
-    if factor and ahead and ahead.get("rise"):
-        factor += f" (rising over the first {ahead['rise']:g} updates)"
+    if factor and ahead:
+        rise = [f"rising over the first {ahead['rise']:g} updates"] if ahead.get("rise") else []
+        recovery = [f"up to {ahead['recovery']:.3g} times that where steps are too small"] if ahead.get("recovery") else []
+        factor += f" ({'; '.join([*rise, *recovery])})" if rise or recovery else ""
     if ahead and ahead.get("norm_limit"):
         factor += f", gradients up to {ahead['norm_limit']:g} times their running mean"
     if momentum is not None and ahead and ahead["steps"]:

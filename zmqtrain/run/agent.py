@@ -115,6 +115,7 @@ class Agent:
                 group.create_task(self._link.run(), name="heartbeats"),
                 group.create_task(self._link.membership.keep_in_touch(), name="keep in touch"),
                 group.create_task(self._end_roles(), name="end roles"),
+                group.create_task(self._end_with_the_run(), name="end with the run"),
                 group.create_task(self._ask_to_stop(), name="ask to stop"),
                 group.create_task(self._withdraw(), name="withdraw this host"),
                 group.create_task(self._forward(), name="forward output"),
@@ -225,6 +226,12 @@ class Agent:
         process = self._running.get(peer)
         if process is not None and not process.exited.done():
             asyncio.get_running_loop().call_later(self._timeouts.grace_s, process.signal, signal.SIGKILL)
+
+    async def _end_with_the_run(self) -> None:
+        """The run is over once all roles have ended. A process that runs here even so came too late for it, and would look for
+        the run until its time-out."""
+        await self._link.finished.wait()
+        self._stopping.set()
 
     async def _end_roles(self) -> None:
         """When the run must stop: the coordinator has told the roles; those that do not end by themselves are ended."""

@@ -8,27 +8,34 @@ from torch import Tensor
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.norm_limit import NormLimit
+from zmqtrain.server.rate_recovery import Recovery
 from zmqtrain.server.shard_entry import ShardEntry
 from zmqtrain.wire.payload import Value
 
 
 def keep_pieces(
-    entries: Mapping[int, ShardEntry], step: int, limit: NormLimit | None = None
+    entries: Mapping[int, ShardEntry], step: int, limit: NormLimit | None = None, recovery: Recovery | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Value]]:
     """The part at ``step``: copies of tensors, named ``PIECE.values`` and ``PIECE.optimizer.KEY``, and the sidecar's values."""
     tensors = {f"{index}.{name}": tensor for index, entry in entries.items() for name, tensor in entry.tensors().items()}
     sidecar: dict[str, Value] = {"step": step, "versions": {str(index): entry.version for index, entry in entries.items()}}
     if limit is not None:
         sidecar["limit"] = limit.state()
+    if recovery is not None:
+        sidecar["recovery"] = recovery.state()
     return tensors, sidecar
 
 
 def restore_pieces(
-    entries: Mapping[int, ShardEntry], tensors: Mapping[str, Tensor], sidecar: Mapping[str, Value], limit: NormLimit | None = None
+    entries: Mapping[int, ShardEntry],
+    tensors: Mapping[str, Tensor],
+    sidecar: Mapping[str, Value],
+    limit: NormLimit | None = None,
+    recovery: Recovery | None = None,
 ) -> int:
     """Restore what `keep_pieces` returned. Returns its step. Raises `CheckpointError` if the model was divided differently.
 
-    A ``limit`` stays new if the run that wrote the checkpoint had none."""
+    A ``limit`` or a ``recovery`` stays new if the run that wrote the checkpoint had none."""
     step, versions = sidecar.get("step"), sidecar.get("versions")
     if not isinstance(step, int) or not isinstance(versions, dict) or not all(map(_is_version, versions.values())):
         raise CheckpointError(f"a model server's part of the checkpoint lacks its step and versions; it has {sidecar!r:.100}")
@@ -46,6 +53,8 @@ def restore_pieces(
         )
     if limit is not None and "limit" in sidecar:
         limit.load(sidecar["limit"])
+    if recovery is not None and "recovery" in sidecar:
+        recovery.load(sidecar["recovery"])
     return step
 
 

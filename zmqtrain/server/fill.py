@@ -14,6 +14,7 @@ from zmqtrain.exchange.server_messages import Configuration, initial_tag, resume
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
 from zmqtrain.server.phantom_shard import PhantomEntry
+from zmqtrain.server.rate_recovery import Recovery
 from zmqtrain.server.serving import ServerTools, Shard
 from zmqtrain.server.shard import TensorEntry
 from zmqtrain.server.shard_entry import ShardEntry
@@ -25,7 +26,9 @@ def make_entries(shard: Shard, configuration: Configuration, index: int, arena: 
     """Create the pieces of the server with this number, without values. ``arena``: the memory that they are in, if there is one."""
     make: Callable[..., ShardEntry] = PhantomEntry
     if not configuration.phantom:
-        make = partial(TensorEntry, arena=arena, horizon=configuration.horizon, rises=configuration.rises)
+        make = partial(
+            TensorEntry, arena=arena, horizon=configuration.horizon, rises=configuration.rises, ceilings=configuration.ceilings
+        )
     for piece in configuration.pieces():
         if piece.server == index:
             bucket = configuration.buckets[piece.bucket]
@@ -33,6 +36,9 @@ def make_entries(shard: Shard, configuration: Configuration, index: int, arena: 
             shard.entries[piece.index] = entry
     if configuration.limits and not configuration.phantom:
         shard.limit = NormLimit(shard.entries)
+    ceiling = max(configuration.ceilings, default=1.0)
+    if ceiling > 1 and shard.entries and not configuration.phantom:
+        shard.recovery = Recovery(shard.entries, len(configuration.groups), ceiling)
 
 
 async def fill(shard: Shard, configuration: Configuration, tools: ServerTools) -> int:
@@ -44,7 +50,7 @@ async def fill(shard: Shard, configuration: Configuration, tools: ServerTools) -
         return 0
     if configuration.restored and tools.checkpoints is not None:
         tensors, sidecar = await tools.checkpoints.restore()
-        return restore_pieces(shard.entries, tensors, sidecar, shard.limit)
+        return restore_pieces(shard.entries, tensors, sidecar, shard.limit, shard.recovery)
     for entry in shard.entries.values():
         source = configuration.groups[0][configuration.buckets[entry.piece.bucket].first]
         if configuration.resumed is not None:

@@ -46,7 +46,13 @@ class PhantomEntry:
     def lend(self, meta: Value = None) -> Loan:
         return Loan(PhantomPayload(self.piece.numel, self.dtype, meta))
 
-    def update(self, gradient: PhantomPayload, hyperparameters: Mapping[str, Value] | None = None, factor: float = 1.0) -> None:
+    def update(
+        self,
+        gradient: PhantomPayload,
+        hyperparameters: Mapping[str, Value] | None = None,
+        factor: float = 1.0,
+        rate: float = 1.0,
+    ) -> None:
         self.version += 1
 
     def check_hyperparameters(self, given: Mapping[str, Value] | None) -> None:

@@ -39,6 +39,7 @@ from zmqtrain.server.momentum_sensor import Sensors
 from zmqtrain.server.norm import ServerSum
 from zmqtrain.server.parse import parse_push
 from zmqtrain.server.phantom_shard import PhantomSum
+from zmqtrain.server.rate_recovery import Recovery
 from zmqtrain.server.settings import ServerCheckpoints, ServerSettings
 from zmqtrain.server.shard import GroupSum
 from zmqtrain.server.shard_entry import Loan, ShardEntry
@@ -65,6 +66,8 @@ class Shard:
     sensors: Sensors = field(default_factory=Sensors)
     limit: NormLimit | None = None
     """Of how fast gradients grow, if there is one."""
+    recovery: Recovery | None = None
+    """Of the fitted learning rate, where that may rise again."""
 
     @property
     def updates(self) -> int:
@@ -76,12 +79,17 @@ class Shard:
         if self.limit is not None:
             applied = [update for update in updates if not update.passed_over]
             factor *= self.limit.factor({each.piece: self.entries[each.piece].norm(each.gradient) for each in applied})
+        recovery, rate = self.recovery, 1.0
+        if recovery is not None:
+            rate = recovery.look([(each.piece, each.gradient, each.reads[0][2]) for each in updates if not each.passed_over])
         for update in updates:
             entry = self.entries[update.piece]
             if update.passed_over:
                 entry.version += 1
                 continue
-            entry.update(update.gradient, update.hyperparameters, factor)
+            entry.update(update.gradient, update.hyperparameters, factor, rate)
+            if recovery is not None:
+                recovery.updated(update.piece)
             self.sensors.applied(entry, update.gradient, update.reads[0][2], factor)
 
     def squares(self, updates: Sequence[Update]) -> float:
@@ -315,7 +323,9 @@ class Serving:
                 )
             if self._shard.sensors.due(len(batch.updates)) and not self.gate.shut:
                 momentum, seen = self._shard.sensors.fitted()
-                self._recorder.event("momentum", fitted=momentum, updates=seen)
+                recovery = self._shard.recovery
+                rate = None if recovery is None else recovery.factor
+                self._recorder.event("momentum", fitted=momentum, updates=seen, rate=rate)
             if batch.updates and batch.answer:
                 name = f"update of {len(batch.updates)} pieces" if len(batch.updates) > 1 else f"update of piece {batch.pieces[0]}"
                 self._recorder.add_span(name, "compute", start, clock(), step=batch.answer[0][1] - 1)
@@ -403,7 +413,7 @@ class Serving:
         if self._elastic:
             self._kept.add(keep.step)
         if self._checkpoints is not None:
-            tensors, sidecar = keep_pieces(self._shard.entries, keep.step, self._shard.limit)
+            tensors, sidecar = keep_pieces(self._shard.entries, keep.step, self._shard.limit, self._shard.recovery)
             self._background.spawn(self._checkpoints.save(keep.step, tensors, sidecar))
 
     def _show(self, label: str, to: PeerId | None) -> None:

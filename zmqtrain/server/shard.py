@@ -6,6 +6,7 @@ has arrived; for optimizers that work element by element that equals one optimiz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class TensorEntry:
 
     __slots__ = (
         "_base",
+        "_ceiling",
         "_loans",
         "_look_ahead",
         "_name",
@@ -58,11 +60,13 @@ class TensorEntry:
         *,
         horizon: float = 0.0,
         rises: Sequence[float] = (),
+        ceilings: Sequence[float] = (),
         starts: Sequence[int] = (),
     ) -> None:
         """The values are in ``arena``, if there is one: workers of this host then read them there. ``horizon``: the number of
         updates that they look ahead (`LookAhead`). ``rises``: the numbers of updates over which the learning rates of the parameter
-        groups rise (`risen`). ``starts``: those of the parameters in the piece, if gradients mark unreached parameters."""
+        groups rise (`risen`). ``ceilings``: by how much those rates may be multiplied at most (none: any). ``starts``:
+        those of the parameters in the piece, if gradients mark unreached parameters."""
         self.piece = piece
         self.dtype = dtype
         self.values = torch.nn.Parameter(_zeros(piece.numel, torch_dtype(dtype), arena))
@@ -74,6 +78,7 @@ class TensorEntry:
         self._loans: list[Loan] = []
         self._look_ahead = LookAhead(horizon)
         self._rise = rises[parameter_group] if rises else 0.0
+        self._ceiling = ceilings[parameter_group] if ceilings else math.inf
         self._parts = Parts(starts, piece.numel, torch_dtype(dtype))
         self._split: list[torch.nn.Parameter] = []
         """The parameters; set when the optimizer skips one of them for the first time."""
@@ -96,7 +101,9 @@ class TensorEntry:
         self._loans.append(loan)
         return loan
 
-    def update(self, gradient: Tensor, hyperparameters: Mapping[str, Value] | None = None, factor: float = 1.0) -> None:
+    def update(
+        self, gradient: Tensor, hyperparameters: Mapping[str, Value] | None = None, factor: float = 1.0, rate: float = 1.0
+    ) -> None:
         self._own_memory()
         unreached = self._parts.unreached(gradient)
         if factor != 1.0:
@@ -107,7 +114,7 @@ class TensorEntry:
         self._give(gradient, unreached)
         group = self._optimizer.param_groups[0]
         lr = group["lr"]
-        if (part := risen(self.version, self._rise)) < 1:
+        if (part := risen(self.version, self._rise) * min(rate, self._ceiling)) != 1:
             group["lr"] = lr * part
         self._look_ahead.update(self.values, self._optimizer.step, group, self.version)
         group["lr"] = lr

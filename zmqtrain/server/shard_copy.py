@@ -121,7 +121,7 @@ class ShardCopy:
             return
         self.kept_ever.add(step)
         entries = self.shard.entries
-        kept = self.kept[step] = Kept(*keep_pieces(entries, step, self.shard.limit))
+        kept = self.kept[step] = Kept(*keep_pieces(entries, step, self.shard.limit, self.shard.recovery))
         if show:
             kept.shown = {piece: entry.lend(ReadMeta(entry.version, 0).to_value()) for piece, entry in entries.items()}
 
@@ -164,7 +164,7 @@ class ShardCopy:
     def packed(self) -> list[Payload]:
         """The messages from which another server makes an equal copy (`Incoming`). Their memory does not change."""
         shard, aggregator = self.shard, self.serving.aggregator
-        tensors, pieces = keep_pieces(shard.entries, self.done, shard.limit)
+        tensors, pieces = keep_pieces(shard.entries, self.done, shard.limit, shard.recovery)
         payloads: dict[str, Payload] = {f"now/{name}": TensorPayload.of(tensor) for name, tensor in tensors.items()}
         for step, kept in self.kept.items():
             payloads |= {f"kept/{step}/{name}": TensorPayload.of(tensor) for name, tensor in kept.tensors.items()}
@@ -229,7 +229,7 @@ class Incoming:
         for (name, _, _), payload in zip(self._listed, self._tensors, strict=True):
             kind, _, rest = name.partition("/")
             found.setdefault(kind, {})[rest] = payload
-        restore_pieces(shard.entries, _tensors(found.get("now", {})), sidecar["pieces"], shard.limit)
+        restore_pieces(shard.entries, _tensors(found.get("now", {})), sidecar["pieces"], shard.limit, shard.recovery)
         shard.staleness.update(dict(sidecar["staleness"]))
         shard.last_staleness.update({(group, piece): staleness for group, piece, staleness in sidecar["last_staleness"]})
         shard.sensors.watch(shard.entries.values(), len(configuration.groups))

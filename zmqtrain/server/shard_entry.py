@@ -66,9 +66,11 @@ class ShardEntry(Protocol):
         """The current values, to be sent with ``meta``. Set ``sent`` of the loan, or call `Loan.give_back`."""
         ...
 
-    def update(self, gradient: Gradient, hyperparameters: Mapping[str, Value] | None = None, factor: float = 1.0) -> None:
-        """One step of the optimizer with ``factor`` times the gradient, which is only read. ``hyperparameters``: those that differ
-        from the configured ones."""
+    def update(
+        self, gradient: Gradient, hyperparameters: Mapping[str, Value] | None = None, factor: float = 1.0, rate: float = 1.0
+    ) -> None:
+        """One step of the optimizer with ``factor`` times the gradient, which is only read, and ``rate`` times the learning rate
+        (less if the piece's ceiling is lower). ``hyperparameters``: those that differ from the configured ones."""
         ...
 
     def check_hyperparameters(self, given: Mapping[str, Value] | None) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from zmqtrain.errors import PlacementError
 from zmqtrain.topology.schema import Host, Topology
+from zmqtrain.words import counted
 
 T = TypeVar("T")
 RoleKind = Literal["worker", "server", "fc"]
@@ -347,7 +348,8 @@ def _too_many(topology: Topology, slots: int) -> str:
     if len(topology.hosts) > MOST_LISTED:
         each += f", and {len(topology.hosts) - MOST_LISTED} more hosts"
     return (
-        f"{compute.workers} workers ({compute.groups} groups of {compute.group_size}) do not fit into {slots} slots ({each}). "
+        f"{counted(compute.workers, 'worker')} ({counted(compute.groups, 'group')} of {compute.group_size}) do not fit into "
+        f"{counted(slots, 'slot')} ({each}). "
         "Either raise slots of a host or add [[hosts]]; or lower [compute] groups or group_size; or set oversubscribe = true in "
         "[job] to let workers share processors"
     )

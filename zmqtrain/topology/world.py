@@ -51,7 +51,8 @@ class Optimizer(Section):
         description="auto: model servers whose groups do not wait for each other publish the parameters where the momentum will "
         "have taken them by the time a gradient arrives, so that stale gradients do no harm; with `momentum = "
         '"auto"` they adapt momentum and learning rate to it, and limit how fast gradients grow (SGD) or raise the rate '
-        "over the first updates of a run (Adam, RMSprop). "
+        "over the first updates of a run (Adam, RMSprop). Where gradients show that steps are too small, the rate rises again, to "
+        "no more than the task's own for each group's batch. "
         "Without momentum there is nothing to look ahead to, "
         "but the task's learning rate is still adapted (SGD's is divided by the number of groups). none: none of "
         "this.",

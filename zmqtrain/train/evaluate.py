@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from zmqtrain.collectives.operations import all_reduce, broadcast
 from zmqtrain.data.batch import Batch, batch_of
 from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import even_bounds
-from zmqtrain.errors import UsageError
+from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.events import Recorder
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.train.device.base import Device
@@ -55,23 +56,38 @@ class Evaluation:
         self._recorder = recorder
         self._left_out: set[str] = set()
 
-    async def run(self, group: Group, tag: str) -> dict[str, float]:
+    async def run(self, group: Group, tag: str) -> dict[str, float] | None:
         """Evaluate the model. Every member of ``group`` calls it, with equal parameters; all get the same result, by metric.
 
         Statistics that layers keep (batch norm) differ between workers, so those of the group's first member are used.
+
+        Raises:
+            TaskError, UsageError: the task's data, model, loss or metric failed on this worker. The other members get ``None``
+                then, so that they can go on to what they do together after an evaluation. (A divided model is computed together;
+                there the error is raised at once.)
         """
         model = self._replica.model
         alone = group.size == 1 and self._data.single(self._settings.batch_size)
         # A divided model's statistics are divided like its parameters, and equal within a group.
         alike = group if not isinstance(model, ParallelModel) else same_position(model, group)
+        failure: TaskError | UsageError | None = None
         async with first_buffers(model, alike, tag):
             if isinstance(model, ParallelModel):
                 sums = await self._device.run(lambda: self._divided_sums(model, group))
             else:
-                sums = await self._device.run(
-                    lambda: self._sums(self._data.share(group.size, group.rank, self._settings.batch_size), alone)
-                )
-        await all_reduce(group, TensorPayload.of(sums), (tag, "sums"))
+                try:
+                    sums = await self._device.run(
+                        lambda: self._sums(self._data.share(group.size, group.rank, self._settings.batch_size), alone)
+                    )
+                except (TaskError, UsageError) as error:
+                    failure, sums = error, self._metrics.zeros()
+        told = np.append(sums, float(failure is not None))  # and on how many members the evaluation failed
+        await all_reduce(group, TensorPayload.of(told), (tag, "sums"))
+        if failure is not None:
+            raise failure
+        sums, failed = told[:-1], bool(told[-1])
+        if failed:
+            return None
         if group.rank == 0:
             self._say_what_is_left_out(sums)
         return self._metrics.means(sums)

@@ -17,7 +17,7 @@ from typing import Any
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
-from zmqtrain.errors import CheckpointError, PeerLostError, UsageError, ZmqTrainError
+from zmqtrain.errors import CheckpointError, PeerLostError, TaskError, UsageError, ZmqTrainError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Exchange, RunModel
 from zmqtrain.exchange.checkpoint_part import wait_committed
@@ -81,6 +81,7 @@ class TrainLoop:
         self._kept: list[int] = []  # the steps of the newest checkpoints for which this worker's part is on disk
         self._evaluated: tuple[int, dict[str, float]] | None = None  # the last evaluation, and its step
         self._ended_at: int | None = None
+        self._failure: TaskError | UsageError | None = None  # why the last evaluation failed here
         self._job_batch = context.topology.compute.batch_size
         self._samples = 0  # number of samples that the run's model has been trained on
         self._endpoint.serve("reached", self._on_reached)
@@ -359,9 +360,9 @@ class TrainLoop:
         await all_reduce(self._part.own, flag, ("reached", done))
         return bool(flag.numpy()[0])
 
-    def _reached(self, values: Mapping[str, float]) -> bool:
+    def _reached(self, values: Mapping[str, float] | None) -> bool:
         until = self._job.until
-        if until is None:
+        if until is None or values is None:
             return False
         value = values.get(until.metric, values.get(f"eval_{until.metric}"))
         if value is None:
@@ -379,11 +380,11 @@ class TrainLoop:
         self._aim_reached = True
         return None
 
-    async def _evaluate_together(self, done: int) -> dict[str, float]:
+    async def _evaluate_together(self, done: int) -> dict[str, float] | None:
         tag, exchange = f"evaluate {done}", self._context.topology.exchange
         gossip = exchange.gossip if exchange.kind == "gossip" else None
 
-        async def evaluate(group: Group) -> dict[str, float]:
+        async def evaluate(group: Group) -> dict[str, float] | None:
             if gossip and not gossip.average_evaluations:
                 values = await self._evaluate(group, done, tag)
                 self._evaluated = None  # each group has evaluated its own parameters
@@ -393,16 +394,18 @@ class TrainLoop:
 
         return await self._members.together(f"evaluate/{done}", done, evaluate)
 
-    async def _evaluate_servers(self, done: int) -> dict[str, float]:
+    async def _evaluate_servers(self, done: int) -> dict[str, float] | None:
         """While other groups train, evaluate the servers' parameters of one moment."""
         tag = f"evaluate {done}"
         async with self._part.run_model(self._part.own, tag):
             return await self._evaluate(self._part.own, done, tag, still=True)
 
-    async def _evaluate(self, group: Group, step: int, tag: str, *, still: bool = False) -> dict[str, float]:
+    async def _evaluate(self, group: Group, step: int, tag: str, *, still: bool = False) -> dict[str, float] | None:
         start = asyncio.get_running_loop().time()
         with self._recorder.span("evaluate", "compute", step=step):
             values = await self.work.evaluate(group, tag, still=still)
+        if values is None:  # it failed on another worker, which says so
+            return None
         self._evaluated = (step, values)
         self.work.callbacks.eval(step, values)
         if group.rank == 0:
@@ -432,6 +435,8 @@ class TrainLoop:
                 await self._wait_for_last(step)
         await work.call_back()
         await self._part.stop()
+        if self._failure is not None:
+            raise self._failure
         if early:
             self._recorder.event("stopped", step=step, kept=kept)
             return
@@ -454,8 +459,11 @@ class TrainLoop:
             if not self.exchange.averaged:
                 self._part.spread = await self.work.make_equal(group, "last")
             if self.work.evaluates:
-                # Groups that are not in step may have ended at different steps.
-                await self._evaluate(group, self._ended_at or self.step, "last evaluate")
+                try:
+                    # Groups that are not in step may have ended at different steps.
+                    await self._evaluate(group, self._ended_at or self.step, "last evaluate")
+                except (TaskError, UsageError) as error:
+                    self._failure = error  # the model has been trained, so it is kept before this ends the run
             return await self._state(group, self._ended_at or self.step)
 
 

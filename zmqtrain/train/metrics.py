@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from zmqtrain.errors import TaskError
 from zmqtrain.train.task import Measure, Task, user_code
 from zmqtrain.train.weighting import (
     LOSSES_TRIED,
@@ -67,9 +68,10 @@ class Metrics:
                 if pair is not None:
                     of = float(pair[0]), float(pair[1])
                 else:
+                    number = _number(name, value)
                     if not alone and (tries or count != samples) and not _is_mean(measure, output, target, count, samples, value):
                         self._no_means.add(name)
-                    of = float(value) * count, math.nan if name in self._no_means else count
+                    of = number * count, math.nan if name in self._no_means else count
             sums[2 * place : 2 * place + 2] += of
         if self._guess and _are_classes(output, target):
             sums[-2:] += float(accuracy(output, target)) * len(target), len(target)
@@ -82,6 +84,22 @@ class Metrics:
     def left_out(self, sums: Sums) -> list[str]:
         """The names of those that are no means."""
         return [name for name, samples in zip(self.names, sums[1::2].tolist(), strict=True) if math.isnan(samples)]
+
+
+def _number(name: str, value: Any) -> float:
+    """The value of a metric as a number. Raises `TaskError` if it is none."""
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return float(value)
+        what = f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    elif isinstance(value, str | bytes | bytearray) or value is None:  # float("0.5") would be a number
+        what = f"{value!r}"
+    else:
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            what = f"a {type(value).__name__}"
+    raise TaskError(f"the metric {name!r}(output, target) returned {what}: let it return one number, or the pair (sum, weight)")
 
 
 def _is_mean(measure: Measure, output: Any, target: Any, count: int, samples: int, value: Any) -> bool:

@@ -61,7 +61,8 @@ class Task:
     evaluation."""
     metrics: Mapping[str, Measure] | None = None
     """Metrics, each the mean over the samples that it is given, or the pair ``(sum, weight)``. Others are left out, with a warning.
-    By default ``accuracy`` if the targets are class numbers, otherwise none."""
+    By default ``accuracy`` if the targets are class numbers, otherwise none. One named ``loss`` takes the place of the task's loss
+    in evaluations (``eval_loss``)."""
     schedule: Callable[[Optimizer], LRScheduler] | None = None
     """Makes a learning-rate schedule, which is stepped once after each training step."""
     collate: Callable[[list[Any]], Any] | None = None

@@ -342,7 +342,7 @@ class TorchWork:
     async def quiet(self) -> None:
         await self._device.run(self._replica.take_all)
 
-    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float]:
+    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float] | None:
         assert self._evaluation is not None
         await self.quiet()
         if self._remote is None or not still:

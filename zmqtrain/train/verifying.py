@@ -22,15 +22,16 @@ from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify import Case, Verified, verified
 from zmqtrain.parallel.verify.case import alone
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.device.memory_kept import returning_blocks
+from zmqtrain.train.device.memory_kept import give_back, returning_blocks
 from zmqtrain.train.divided import parallel_model, share_of_model
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.task import Measure, Task, build_model, build_optimizer, user_code
 
 #: Samples of each column, at least: batch norm needs more than one.
 SAMPLES = 2
-#: Freed blocks of this size and more, as weights in double precision are, are not kept: training does not need their like again.
-_RETURNED_BYTES = 1 << 18
+#: Freed blocks of this size and more go back at once, for holes of theirs in the heap make the process larger; the others do at the
+#: end. If those of small weights did at once, too, a third of the time would go into mapping and clearing pages.
+_RETURNED_BYTES = 1 << 25
 
 
 class NotComparable(UsageError):
@@ -100,6 +101,7 @@ def verify_model(
             return verified(case, fabric)
     finally:
         gc.collect()  # models and their hooks know each other
+        give_back()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -134,9 +134,9 @@ class Work(Protocol):
     async def quiet(self) -> None:
         """Wait until nothing is being computed and the parameters of all buckets have arrived."""
 
-    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float]:
+    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float] | None:
         """Evaluate together with the group's other members: each its own parameters, on a share of the data. ``still``: other
-        groups train in the meantime, but the FC server must not change."""
+        groups train in the meantime, but the FC server must not change. ``None``: it has failed on another member."""
         ...
 
     async def make_equal(self, group: Group, tag: str) -> float:

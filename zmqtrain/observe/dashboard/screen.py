@@ -15,7 +15,7 @@ from zmqtrain.observe.dashboard.state import Json
 from zmqtrain.observe.terminal import brief, duration, harmless, progress_line
 from zmqtrain.words import counted
 
-#: Events where the height is not limited, and the least where it is: workers come first.
+#: Events where the height is not limited, and the least where it is and has room for them: workers come first.
 MOST_EVENTS, LEAST_EVENTS = 10, 3
 #: The newest results of a search.
 MOST_TRIALS = 5
@@ -32,51 +32,55 @@ class Screen:
     """A run's state (`zmqtrain.observe.dashboard.follow.seen`) and its newest events, as wide as the console, and as high at most
     if that has a height."""
 
-    def __init__(self, state: Json, feed: Sequence[Json], *, hint: str = "") -> None:
-        """``hint``: the last line."""
-        self._state, self._feed, self._hint = state, feed, hint
+    def __init__(self, state: Json, feed: Sequence[Json], *, titled: bool = True) -> None:
+        """``titled``: begin with the run's name and what it is."""
+        self._state, self._feed, self._titled = state, feed, titled
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         plain = options.ascii_only
-        head = Group(*_head(self._state, plain=plain))
-        end = [_line(self._hint, style="dim")] if self._hint else []
+        head = Group(*([title(self._state)] if self._titled else []), *_head(self._state, plain=plain))
         wide, workers = options.max_width >= WIDE, self._state["workers"]
         events = MOST_EVENTS
         rows: int | None = None
         if options.height is not None:
-            taken = len(console.render_lines(head, options.update(height=None))) + len(end)
+            taken = len(console.render_lines(head, options.update(height=None)))
             room = max(0, options.height - taken - (1 if workers else 0) - 1)  # the headings
-            rows = max(1, min(len(workers), room - LEAST_EVENTS))
+            least = LEAST_EVENTS if room >= 2 * LEAST_EVENTS else 0
+            rows = max(1, min(len(workers), room - least))
             rows = rows - 1 if rows < len(workers) else rows  # a line says how many there are besides
             events = max(0, room - min(len(workers), rows + 1))
         yield head
         if workers:
-            yield _workers(self._state, rows, wide=wide, plain=plain)
-        yield _events(self._feed[-events:] if events else [])
-        yield from end
+            yield workers_table(self._state, rows, wide=wide, plain=plain)
+        if events:
+            yield events_table(self._feed[-events:])
+
+
+def title(state: Json) -> Text:
+    """The run's name, what became of it, and what it is."""
+    status = str(state["status"].get("status"))
+    return line(str(state["name"]), style="bold").append(f"  {status}", style=_COLOURS.get(status, "")).append(f"  {_about(state)}")
 
 
 def _head(state: Json, *, plain: bool) -> Iterator[RenderableType]:
-    status = str(state["status"].get("status"))
-    running = status == "running"
-    yield _line(str(state["name"]), style="bold").append(f"  {status}", style=_COLOURS.get(status, "")).append(f"  {_about(state)}")
+    running = state["status"].get("status") == "running"
     if state["workers"] or not state["search"]:  # a search has none while its trials are simulated, and between two of them
         yield progress_line({**state, "left_s": state["left_s"] if running else None})
-        yield _line("  ".join(figures(state)))
+        yield line("  ".join(figures(state)))
     if not plain and len(state["loss"]["value"]) > 1:
-        yield _line("loss  ").append(_curve(state["loss"]["value"]), style="cyan")
+        yield line("loss  ").append(_curve(state["loss"]["value"]), style="cyan")
     for text in _search(state):
-        yield _line(text)
+        yield line(text)
     for text in alarms(state):
-        yield _line(text, style="red")
+        yield line(text, style="red")
     if others := _others(state):
-        yield _line(others)
+        yield line(others)
 
 
 def _about(state: Json) -> str:
     hosts = [str(name) for name in state["hosts"]]
     words = [f"trial {state['trial']}"] if state["trial"] else []
-    if isinstance(state["groups"], int):  # a search's is "auto" until it has found one
+    if isinstance(state["groups"], int) and isinstance(state["group_size"], int):  # a search's is "auto" until it has found one
         words.append(f"{counted(state['groups'], 'group')} of {counted(state['group_size'], 'worker')}")
     if state["exchange"]:
         words.append(str(state["exchange"]))
@@ -94,17 +98,18 @@ def _search(state: Json) -> Iterator[str]:
     if (search := state["search"]) is None:
         return
     now = search["now"] if state["status"].get("status") == "running" else None
-    trying = f", now {_trial(now)}, {now['updates']} updates" if now else ""
+    trying = f", now {trial_words(now)}, {now['updates']} updates" if now else ""
     yield f"search: {counted(search['trials'], 'trial')}{trying}"
     for row in search["rows"][-MOST_TRIALS:]:
         if row["what"] != "trial":
             yield f"  {row['what']}: {row['reason']}"
         else:
             loss = "diverged" if row["loss"] is None else f"loss {brief(row['first'])} to {brief(row['loss'])}"
-            yield f"  {_trial(row)}: {loss} in {row['updates']} updates, {duration(row['seconds'])}"
+            yield f"  {trial_words(row)}: {loss} in {row['updates']} updates, {duration(row['seconds'])}"
 
 
-def _trial(row: Json) -> str:
+def trial_words(row: Json) -> str:
+    """A trial of a search, with its settings."""
     setting = f"{counted(row['groups'], 'group')}, momentum {brief(row['momentum'])}, learning rate {brief(row['lr'])}"
     return f"trial {row['number']} ({row['phase']}): {setting}"
 
@@ -166,17 +171,21 @@ def _others(state: Json) -> str:
     return "; ".join(said)
 
 
-def _workers(state: Json, rows: int | None, *, wide: bool, plain: bool) -> Table:
-    workers = state["workers"]
-    longest = max(worker["seconds"] for worker in workers)
-    slow = {each["peer"] for each in state["slow"]}
-    gone = {member["peer"] for member in state["members"] if member["state"] in ("lost", "failed")}
+def workers_table(state: Json, most: int | None, *, wide: bool, plain: bool, wanted: str = "") -> Table:
+    """The workers with the parts of their steps.
+
+    Args:
+        most: how many; of more those that have trouble come first, and the last line says how many there are besides.
+        wanted: a part of the worker's name, its host's, or its group (``group 3``), if only such workers are asked for.
+    """
+    workers = [worker for worker in state["workers"] if not wanted or _is_meant(worker, wanted)]
+    longest = max((worker["seconds"] for worker in state["workers"]), default=0.0)
     shown = workers
-    if rows is not None and rows < len(workers):  # those that have trouble first
-        chosen = sorted(workers, key=lambda worker: worker["peer"] not in slow | gone)[:rows]
-        shown = [worker for worker in workers if any(worker is each for each in chosen)]
+    if most is not None and most < len(workers):
+        chosen = {worker["peer"] for worker in sorted(workers, key=lambda worker: not worker["trouble"])[:most]}
+        shown = [worker for worker in workers if worker["peer"] in chosen]
     table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False, expand=wide)
-    table.add_column("worker", no_wrap=True, overflow="crop", min_width=max(len(worker["peer"]) for worker in shown))
+    table.add_column("worker", no_wrap=True, overflow="crop", min_width=max((len(worker["peer"]) for worker in shown), default=0))
     table.add_column("host", no_wrap=True, overflow="crop", max_width=None if wide else 12)
     if wide:
         table.add_column("group", justify="right")
@@ -187,20 +196,24 @@ def _workers(state: Json, rows: int | None, *, wide: bool, plain: bool) -> Table
     if wide:
         table.add_column("health", no_wrap=True, overflow="crop", ratio=1)
     for worker in shown:
-        style = "red" if worker["peer"] in gone | slow else ""
-        cells = [_line(worker["peer"]), _line(worker["host"])]
+        style = "red" if worker["trouble"] else ""
+        cells = [line(worker["peer"]), line(worker["host"])]
         if wide:
-            cells.append(_line(str(worker["group"])))
-        cells += [_line(f"{worker['step']:,}"), _line(brief(worker["loss"]))]
+            cells.append(line(str(worker["group"])))
+        cells += [line(f"{worker['step']:,}"), line(brief(worker["loss"]))]
         if wide:
-            cells.append(_line(brief(worker["samples_per_s"])))
-        cells += [_line(duration(worker["seconds"])), _bar(worker["means"], longest, width, plain=plain)]
+            cells.append(line(brief(worker["samples_per_s"])))
+        cells += [line(duration(worker["seconds"])), _bar(worker["means"], longest, width, plain=plain)]
         if wide:
-            cells.append(_line(worker["health"]))
+            cells.append(line(worker["health"]))
         table.add_row(*cells, style=style)
     if len(shown) < len(workers):
-        table.add_row(_line(f"{len(workers) - len(shown)} more", style="dim"))
+        table.add_row(line(f"{len(workers) - len(shown)} more", style="dim"))
     return table
+
+
+def _is_meant(worker: Json, wanted: str) -> bool:
+    return any(wanted in text for text in (worker["peer"], worker["host"], f"group {worker['group']}"))
 
 
 def _legend(*, plain: bool) -> Text:
@@ -220,16 +233,17 @@ def _bar(means: dict[str, float], longest: float, width: int, *, plain: bool) ->
     return bar
 
 
-def _events(feed: Sequence[Json]) -> Table:
+def events_table(feed: Sequence[Json], *, whole: bool = False) -> Table:
+    """Events, the newest first. ``whole``: with all that they say, in as many lines as that takes."""
     table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False, expand=True)
     for name in ("time", "event", "member", "step"):
         table.add_column(name, no_wrap=True, justify="right" if name == "step" else "left")
-    table.add_column("what", no_wrap=True, ratio=1, overflow="crop")
+    table.add_column("what", no_wrap=not whole, ratio=1, overflow="fold" if whole else "crop")
     for item in reversed(feed):
         time = item["time"]
         when = f"{datetime.fromtimestamp(time):%H:%M:%S}" if time > 1e9 else duration(time)  # virtual seconds
         step = "" if item["step"] is None else str(item["step"])
-        cells = [_line(str(text)) for text in (when, item["kind"], item["peer"], step, item["text"])]
+        cells = [line(str(text)) for text in (when, item["kind"], item["peer"], step, item["text"])]
         table.add_row(*cells, style="red" if item["alarm"] else "")
     return table
 
@@ -238,6 +252,6 @@ def _last(curve: Json) -> float | None:
     return curve["value"][-1] if curve["value"] else None
 
 
-def _line(text: Any, style: str = "") -> Text:
+def line(text: Any, style: str = "") -> Text:
     """Text of the run, which is never markup, and tells the terminal nothing."""
     return Text(harmless(str(text)), style=style, overflow="fold")

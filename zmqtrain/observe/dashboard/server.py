@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -19,7 +19,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zmqtrain.errors import ZmqTrainError
-from zmqtrain.observe.dashboard.follow import Followed, seen
+from zmqtrain.observe.dashboard.control import Control
+from zmqtrain.observe.dashboard.follow import Followed, listed, seen
 from zmqtrain.observe.run_directory import runs_of
 from zmqtrain.observe.strict_json import dumps
 
@@ -46,26 +47,6 @@ _HEADERS = {
 }
 
 
-class Control(Protocol):
-    """What the page needs to know of processes. May block: it is called in other threads."""
-
-    def state(self, path: Path) -> dict[str, Any]:
-        """The run's state: ``status``, and whatever else ``zmqtrain status --json`` has."""
-        ...
-
-    def stop(self, path: Path) -> str:
-        """Ask the run to stop with a checkpoint. Returns what happens next. Raises `ZmqTrainError` with why it cannot."""
-        ...
-
-    def checkpoint(self, path: Path) -> str:
-        """Ask the run to keep a checkpoint, and to continue. Returns and raises as `stop`."""
-        ...
-
-    def drain(self, path: Path, host: str) -> str:
-        """Have a host leave the run, which continues; returns when it has left. Raises as `stop`."""
-        ...
-
-
 class Dashboard:
     """The answers to the page's requests, about the runs of a folder."""
 
@@ -83,11 +64,7 @@ class Dashboard:
 
     async def runs(self, _request: Request) -> Response:
         """All runs, the newest first."""
-        return _json(await run_in_threadpool(self._list))
-
-    def _list(self) -> list[dict[str, Any]]:
-        paths = sorted(runs_of(self._folder), key=lambda path: path.stat().st_mtime, reverse=True)
-        return [{"name": path.name, **_brief(self._control.state(path))} for path in paths]
+        return _json(await run_in_threadpool(listed, self._folder, self._control.state))
 
     async def state(self, request: Request) -> Response:
         """All figures of a run, as far as they have been read."""
@@ -242,10 +219,6 @@ def _own_page(request: Request) -> bool:
 
 def _header_list() -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-
-
-def _brief(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: state.get(key) for key in ("status", "steps", "seconds", "eval", "loss")}
 
 
 def _missing(request: Request) -> Response:

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from zmqtrain.observe.dashboard.curve import Curve
+from zmqtrain.observe.dashboard.places import GONE, places
 from zmqtrain.observe.peer_order import peer_order
 from zmqtrain.observe.progress import Progress
 from zmqtrain.observe.slowness import SlowNow
@@ -102,7 +103,7 @@ class RunState:
         member = self._members.setdefault(
             peer, {"peer": peer, "host": str(event.get("host") or values.get("host") or ""), "lost": 0}
         )
-        if kind == "exit" and member.get("state") in ("left", "lost", "failed"):
+        if kind == "exit" and member.get("state") in ("left", *GONE):
             return  # how it went is known already
         member["state"], member["at"] = _STATES[kind], at
         reason = "" if kind in ("join", "leave") else str(values.get("reason") or "")
@@ -187,6 +188,7 @@ class RunState:
         shown = [self._shown(worker, slow=worker.peer in named) for worker in workers]
         parts = {name: sum(worker["means"].get(name, 0.0) for worker in shown) for name in self._split}
         whole = sum(parts.values())
+        members = [{**self._members[peer], "health": self._health(peer)} for peer in sorted(self._members, key=peer_order)]
         return {
             "start": self.start,
             "newest": self._newest,
@@ -200,7 +202,8 @@ class RunState:
             "eval": {name: curve.to_dict() for name, curve in self._eval.items()},
             "split": {name: curve.to_dict() for name, curve in self._split.items()},
             "workers": shown,
-            "members": [{**self._members[peer], "health": self._health(peer)} for peer in sorted(self._members, key=peer_order)],
+            "members": members,
+            "places": places(members, named, self._group_size),
             "servers": [self._loads[peer] for peer in sorted(self._loads, key=peer_order)],
             "staleness": {
                 "counts": sorted(staleness.items()),
@@ -216,11 +219,13 @@ class RunState:
     def _shown(self, worker: _Worker, *, slow: bool) -> Json:
         quiet_s = self._newest - (self.start or 0.0) - worker.at
         words = [self._health(worker.peer), "slow" if slow else ""]
-        there = self._members.get(worker.peer, {}).get("state") == "there"
+        state = self._members.get(worker.peer, {}).get("state")
+        quiet = state == "there" and quiet_s > QUIET_S
         return {
             **worker.to_dict(),
             "health": ", ".join(filter(None, words)),
-            "quiet_s": quiet_s if there and quiet_s > QUIET_S else None,
+            "quiet_s": quiet_s if quiet else None,
+            "trouble": slow or quiet or state in GONE,
         }
 
     def _health(self, peer: str) -> str:

@@ -223,6 +223,10 @@ class Placed(Tensor):
             cls, shape, strides=strides, dtype=known.dtype, layout=known.layout, device=known.device, requires_grad=False
         )
         found._size = torch.Size(shape)
+        if isinstance(local, Tensor) and (local.is_conj() or local.is_neg()):  # it would say so, and the whole tensor does not
+            local = local.resolve_conj().resolve_neg()
+            if kin is not None:
+                kin.parted = True
         found._local, found.placement, found.world = local, placement, world
         if placement.across is not None:
             world.both = True

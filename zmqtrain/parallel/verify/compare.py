@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.nested import mapped
 from zmqtrain.parallel.communicator import Fabric, Label
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.placed.tensor import Placed
-from zmqtrain.parallel.sums import sum_gradients
+from zmqtrain.parallel.sums import sum_at_once
 from zmqtrain.parallel.verify.case import (
     Case,
     Difference,
@@ -90,7 +90,6 @@ class _Comparison:
 
     def _step(self, model: ParallelModel, expected: Wanted, phase: Phase) -> None:
         self._forward(model, expected, phase, "first").backward()  # type: ignore[no-untyped-call]
-        sum_gradients(model, model.fabric, model.shards_by_name())
         by, of = abs(self._sum(self._found.loss) - expected.loss), abs(expected.loss)
         self._compared(phase, "loss", "", by if by == by else float("inf"), of, 0)
 
@@ -112,21 +111,22 @@ class _Comparison:
             self._compared(phase, "output", str(number), by, of, number)
 
     def _gradients(self, divided: ParallelModel, expected: Wanted, phase: Phase) -> None:
-        """Each is freed once it has been compared."""
+        """The sums of `sketch` are the sketches of the sums, and are all that travels."""
+        found = _sums(divided)
         called, every = expected.order, len(list(divided.parameters()))
         most = max((of for (what, _), of in expected.largest.items() if what == "gradient"), default=0.0)
-        for number, (name, parameter) in enumerate(divided.named_parameters()):
-            part, found = expected.gradients.pop(name, None), parameter.grad
-            parameter.grad = None
-            if not parameter.requires_grad or not parameter.numel():
+        for number, (name, _) in enumerate(divided.named_parameters()):
+            part = expected.gradients.pop(name, None)
+            if name not in found:
                 continue
             order = -called.get(name.rpartition(".")[0], 0) * every - number  # backward begins with the last ones
-            if part is None or found is None:
-                if (part is None) != (found is None):
+            own = found[name].grad
+            if part is None or own is None:
+                if (part is None) != (own is None):
                     self._compared(phase, "gradient", name, float("inf"), 0.0, order)
                 continue
             of = expected.largest["gradient", name]
-            self._compared(phase, "gradient", name, distance(sketch(found), part), of, order, floor=most)
+            self._compared(phase, "gradient", name, distance(own, part), of, order, floor=most)
 
     def _buffers(self, divided: ParallelModel, expected: Wanted, phase: Phase, when: When) -> None:
         parts, found = expected.buffers[when], dict(divided.named_buffers())
@@ -177,6 +177,20 @@ def _to_double(divided: ParallelModel) -> None:
     for each in (*divided.parameters(), *divided.buffers()):
         if each.is_floating_point():
             each.data = each.data.double()
+
+
+def _sums(divided: ParallelModel) -> dict[str, nn.Parameter]:
+    """By the names of parameters, what stands for each: its gradient is the `sketch` of the sum of the parameter's own, which is
+    freed."""
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in divided.named_parameters():
+        gradient, parameter.grad = parameter.grad, None
+        if parameter.requires_grad and parameter.numel():
+            own = sketch(parameter if gradient is None else gradient)
+            found[name] = nn.Parameter(torch.empty_like(own))
+            found[name].grad = None if gradient is None else own
+    sum_at_once(found.items(), divided.fabric, divided.shards_by_name())
+    return found
 
 
 def part_of(model: ParallelModel, own: Tensor, whole: Tensor, ranges: tuple[slice, slice], samples: int) -> Tensor:

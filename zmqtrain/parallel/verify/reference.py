@@ -7,7 +7,8 @@ precision for the time, and the others nothing but their parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -36,6 +37,7 @@ from zmqtrain.parallel.verify.ordinary import drawing_alike
 from zmqtrain.parallel.verify.sketch import pattern, sketch
 from zmqtrain.parallel.verify.tolerance import distance, largest
 from zmqtrain.parallel.verify.watch import Watch, watching
+from zmqtrain.processors import processors
 
 #: Gradients that wait to be sent together.
 _TOGETHER_BYTES = 8 << 20
@@ -56,9 +58,12 @@ class Part:
         return pattern(self.shape, seed, self.dimension, self.ranges)
 
     def of(self, whole: Tensor) -> Tensor:
-        """This part of a tensor; all of one of another shape."""
+        """This part of a tensor, a view of it where it is in one piece; all of one of another shape."""
         if self.dimension is None or tuple(whole.shape) != self.shape:
             return whole
+        if len(self.ranges) == 1:
+            ((start, stop),) = self.ranges
+            return whole.narrow(self.dimension, start, stop - start)
         return torch.cat([whole.narrow(self.dimension, start, stop - start) for start, stop in self.ranges], self.dimension)
 
 
@@ -179,7 +184,8 @@ def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, watch: Watch 
     serving = _Serving(case, line, told, needs)
     reason, error = "", None
     try:
-        _Ordinary(case, batch, serving, watch).run()
+        with _threads_of(1 + len(served)):
+            _Ordinary(case, batch, serving, watch).run()
     except Exception as raised:  # noqa: BLE001 - all must hear of it
         error = raised
         in_vain = case.dtype is torch.float64 and isinstance(error, RuntimeError | TypeError | ValueError)
@@ -193,6 +199,17 @@ def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, watch: Watch 
     return serving.own
 
 
+@contextmanager
+def _threads_of(processes: int) -> Iterator[None]:
+    """Use torch's threads of all these processes of a host, who wait meanwhile, as far as there are processors for them."""
+    own = torch.get_num_threads()
+    torch.set_num_threads(max(own, min(own * processes, processors())))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
+
+
 def own_change(case: Case, batch: Batch, fabric: Fabric) -> OwnChange:
     """What becomes of the ordinary model's own numbers where weights and inputs change by a ten-millionth. All processes must call
     it."""
@@ -200,7 +217,8 @@ def own_change(case: Case, batch: Batch, fabric: Fabric) -> OwnChange:
     if source != fabric.rank:
         (found,), _ = line.receive(source)
         return {(what, name): by for what, name, by in found}
-    own = _own_change(case, batch)
+    with _threads_of(1 + len(served)):
+        own = _own_change(case, batch)
     for rank in served:
         line.send(rank, [[(what, name, by) for (what, name), by in own.items()]])
     return own
@@ -303,7 +321,7 @@ class _Ordinary:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 self._reached.add(name)
-                self._serving.gradient(name, gradient)
+                self._serving.gradient(name, gradient.to_dense() if gradient.layout is not torch.strided else gradient)
 
         parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
 

@@ -47,9 +47,21 @@ def returning_blocks(nbytes: int) -> Iterator[None]:
             mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK if kept else _LARGEST_BY_ITSELF)
 
 
-def _mallopt() -> Callable[[int, int], int] | None:
+def give_back() -> None:
+    """Give all memory that is free to the kernel now, holes in the heap among it (glibc only): what comes needs none of it."""
+    trim = _function("malloc_trim")
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def _mallopt() -> Callable[..., int] | None:
+    return _function("mallopt")
+
+
+def _function(name: str) -> Callable[..., int] | None:
+    """Of the C library, if it has it."""
     try:
-        found: Callable[[int, int], int] = ctypes.CDLL(None).mallopt
+        found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
         return None
     return found

@@ -276,27 +276,12 @@ const setting = ({ groups, momentum, lr }) => `${counted(groups, "group")}, mome
 
 // A picture of the run: hosts, and on each its workers by group and its servers, with their health.
 function hosts(state) {
-  const workers = new Map(state.workers.map((worker) => [worker.peer, worker]));
-  const slow = new Set(state.slow.map((each) => each.peer));
-  const places = new Map();
-  for (const member of state.members) {
-    const [role, rank] = member.peer.split("/");
-    if (rank === undefined) continue;
-    if (!places.has(member.host)) places.set(member.host, { tiles: [], lost: false });
-    const place = places.get(member.host);
-    if (role === "agent") place.lost = ["lost", "failed"].includes(member.state);
-    else {
-      const group = role === "worker" ? workers.get(member.peer)?.group ?? Math.floor(Number(rank) / (state.group_size || 1)) : null;
-      const words = [group === null ? member.peer : `${member.peer}, group ${group}`, member.health, slow.has(member.peer) ? "slow" : ""];
-      place.tiles.push({ role, rank, group, state: member.state, slow: slow.has(member.peer), text: words.filter(Boolean).join(", ") });
-    }
-  }
-  const shown = [...places].filter(([, place]) => place.tiles.length);
+  const shown = state.places;
   $("hosts-card").hidden = !shown.length;
   const list = $("hosts");
   while (list.children.length > shown.length) list.lastElementChild.remove();
-  shown.forEach(([name, place], index) => {
-    const drawn = JSON.stringify([name, place]);
+  shown.forEach((place, index) => {
+    const drawn = JSON.stringify(place);
     if (!list.children[index]) list.append(make("li"));
     const item = list.children[index];
     if (item.dataset.drawn === drawn) return;
@@ -304,23 +289,21 @@ function hosts(state) {
     item.className = place.lost ? "lost" : "";
     const box = make("div", undefined, "tiles");
     box.setAttribute("role", "img");
-    box.setAttribute("aria-label", `${name}${place.lost ? ", lost" : ""}: ${place.tiles.map((tile) => tile.text).join("; ")}`);
+    box.setAttribute("aria-label", `${place.host}${place.lost ? ", lost" : ""}: ${place.tiles.map((tile) => tile.text).join("; ")}`);
     for (const tile of place.tiles) {
       const square = make("span", `${{ server: "S", fc: "F" }[tile.role] ?? ""}${tile.rank}`, `tile ${tile.role} ${tile.state}${tile.slow ? " slow" : ""}`);
       square.title = tile.text;
       if (tile.group !== null && !["lost", "failed"].includes(tile.state)) square.style.background = `var(${COLORS[tile.group % 8]})`;
       box.append(square);
     }
-    item.replaceChildren(make("span", name, "name"), box);
+    item.replaceChildren(make("span", place.host, "name"), box);
   });
 }
 
 function workers(state) {
   const states = new Map(state.members.map((member) => [member.peer, member.state]));
-  const slow = new Set(state.slow.map((each) => each.peer));
-  const lost = (worker) => ["lost", "failed"].includes(states.get(worker.peer));
   const running = state.status.status === "running";
-  const [shown, more] = chosen(state.workers, (worker) => slow.has(worker.peer) || lost(worker) || worker.quiet_s, $("wanted").value.trim());
+  const [shown, more] = chosen(state.workers, (worker) => worker.trouble, $("wanted").value.trim());
   const longest = state.workers.reduce((most, worker) => Math.max(most, worker.seconds), 0);
   $("which").hidden = state.workers.length <= MOST_ROWS;
   fill($("workers"), [...shown.map((worker) => {
