@@ -138,5 +138,7 @@ def _layers(named: Iterable[tuple[str, nn.Parameter]], shards: Mapping[str, Shar
 
 
 def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a parameter; where it has none, zeros that say so."""
-    return fill_unreached(torch.empty_like(parameter)) if parameter.grad is None else parameter.grad
+    """The gradient of a parameter, with all its zeros; where it has none, zeros that say so."""
+    if parameter.grad is None:
+        return fill_unreached(torch.empty_like(parameter))
+    return parameter.grad.to_dense() if parameter.grad.layout is not torch.strided else parameter.grad
