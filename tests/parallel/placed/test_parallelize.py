@@ -229,7 +229,7 @@ def test_gradients_of_gradients_are_refused(last: nn.Module) -> None:
         parallel.batch.size = 2
         x = torch.ones(2, 4, requires_grad=True)
         (gradient,) = torch.autograd.grad(parallel(x).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="a gradient of a gradient .* goes through a divided model"):
+        with pytest.raises(RuntimeError, match=r"a gradient of a gradient .* goes through a divided model"):
             gradient.square().sum().backward()
 
     run_ranks(2, run)
