@@ -69,6 +69,25 @@ def test_only_a_peer_that_is_waited_for_can_be_late() -> None:
     assert not handshake.late(100.0)
 
 
+def test_a_greeting_over_a_new_connection_must_be_answered() -> None:
+    handshake = Handshake(SETTINGS, now=0.0)
+    handshake.link_up(0.0)
+    handshake.greet(hello_of(7, known=handshake.session))
+    assert not handshake.unanswered(100.0)  # the first connection
+    handshake.link_down()
+    handshake.link_up(200.0)
+    assert handshake.hello_due(200.0)
+    assert handshake.deadlines() == [210.0]
+    assert not handshake.unanswered(209.9)
+    assert handshake.unanswered(210.0)
+    handshake.greet(hello_of(7, known=handshake.session, opened=True))
+    assert not handshake.unanswered(210.0)
+    handshake.link_down()
+    handshake.link_up(300.0)
+    handshake.link_down()  # that it is lost is known then
+    assert not handshake.unanswered(400.0)
+
+
 def test_an_address_is_given_up_when_it_has_led_nowhere_for_a_while() -> None:
     handshake = Handshake(SETTINGS, now=0.0)
     assert handshake.gives_up_address("memory://b", 0.0)

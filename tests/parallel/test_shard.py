@@ -103,7 +103,8 @@ def test_a_model_of_several_kinds_trains_like_the_plain_one(grid: Grid) -> None:
     labels = {label for label in world.traffic[0].messages if label.term == "dw"}
     assert labels <= {Label(layer, "dw", "backward") for layer in "035"}
     assert (Label("0", "dw", "backward") in labels) == (grid.size > 1)
-    assert (Label("3", "dw", "backward") in labels) == (Label("5", "dw", "backward") in labels) == (grid.columns > 1)
+    assert (Label("3", "dw", "backward") in labels) == (grid.columns > 1)
+    assert (Label("5", "dw", "backward") in labels) == (grid.size > 1)  # whole: all sum their shares of it
 
 
 @pytest.mark.parametrize("to", [0, 3])

@@ -154,3 +154,15 @@ def test_what_stands_for_parameters_travels_in_one_message_of_all_layers() -> No
 
     _, world = run_ranks(2, run)
     assert {label.layer for traffic in world.traffic for label in traffic.messages} == {""}
+
+
+def test_sparse_gradients() -> None:
+    def run(fabric: ThreadFabric) -> torch.Tensor:
+        layers = nn.Sequential(nn.Embedding(3, 2, sparse=True, dtype=torch.float64))
+        layers(torch.tensor([fabric.rank])).sum().backward()
+        sum_gradients(layers, fabric, shards_of(layers, Grid(1, 2), fabric.rank))
+        assert layers[0].weight.grad is not None
+        return layers[0].weight.grad
+
+    for found in run_ranks(2, run)[0]:
+        assert found.tolist() == [[1, 1], [1, 1], [0, 0]]

@@ -167,6 +167,30 @@ def test_hosts_add_up_first_and_share_their_nic() -> None:
     assert rows.all_gather.nic_bytes == 4 * rows.all_gather.nbytes  # four columns at once
 
 
+def test_statistics_and_scattered_gradients_go_to_other_hosts() -> None:
+    norm = LayerShape("norm", "norm", (8, 4, 4), (8, 4, 4), 16, statistics=True)
+    stage = stages([conv("x", 8, 8, 4), norm])[0]
+    for placed in (Placed("batch", Grid(1, 4)), Placed("domain", Grid(4, 1))):
+        spread, pairs, together = (Ours(per_host=each).layer(stage, placed, 8, first=False) for each in (1, 2, 4))
+        assert (spread.statistics.messages, pairs.statistics.messages, together.statistics.messages) == (3, 2, 0)
+        assert (spread.statistics_back.messages, pairs.statistics_back.messages, together.statistics_back.messages) == (2, 1, 0)
+    linear = stages([LayerShape("fc", "linear", (32,), (32,), 32 * 33)])[0]
+    spread, pairs = (
+        Ours(per_host=each).layer(linear, Placed("model", Grid(4, 1)), 8, first=False, joined=32).dx for each in (1, 2)
+    )
+    assert spread.nic_bytes == 4 * 8 * 32 * 3 / 4
+    assert pairs.nic_bytes == 2 * 4 * 8 * 32 * 2 / 4  # both send half of it
+
+
+def test_what_is_whole_is_summed_over_all_as_in_training() -> None:
+    linear = stages([LayerShape("fc", "linear", (32,), (32,), 32 * 33)])[0]
+    for by in (Ours(), Paper()):
+        batch = by.layer(linear, Placed("batch", Grid(1, 4)), 8, first=False).dw
+        assert batch.messages
+        for grid in (Grid(4, 1), Grid(2, 2)):
+            assert by.layer(linear, Placed("whole", grid), 8, first=False).dw == batch
+
+
 def test_recurrent_layers_send_a_message_a_position() -> None:
     layer = LayerShape("lstm", "recurrent", (64, 32), (64, 32), 4 * 32 * 64, rounds=64)
     once = LayerShape("lstm", "recurrent", (64, 32), (64, 32), 4 * 32 * 64)

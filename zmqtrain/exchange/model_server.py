@@ -466,7 +466,8 @@ class ModelServerExchange:
         except PeerLostError as error:
             if error.peer not in team:
                 raise
-            await asyncio.sleep(self._settings.barrier_s)  # a change of the team cancels this
+            # A change of the team cancels this. If all still see that worker, there is none: then this one must end.
+            await asyncio.sleep(self._settings.request_s)
             raise
 
     def _abort(self, error: BaseException) -> None:

@@ -37,6 +37,7 @@ class Handshake:
         self._demanded_at: float | None = None
         self._connect_at = now
         self._hello_at: float | None = None
+        self._answer_by: float | None = None  # of an open link: when the greeting over a new connection must have been answered
         self._hello_pause = settings.hello_s
 
     @property
@@ -85,9 +86,11 @@ class Handshake:
             return True  # it knows an earlier session of ours: announce this one again
         if self.remote is None:
             self.remote = hello
-        if hello.known == self.session and not self.opened:
-            self.opened = True
-            self._hello_at = None
+        if hello.known == self.session:
+            self._answer_by = None
+            if not self.opened:
+                self.opened = True
+                self._hello_at = None
         return not hello.opened
 
     # Time
@@ -96,10 +99,11 @@ class Handshake:
         """The transport has a connection: greet over it."""
         self._hello_at = now
         self._hello_pause = self._settings.hello_s
+        self._answer_by = now + self._settings.greet_s if self.opened else None
 
     def link_down(self) -> None:
         """There is no connection to greet over."""
-        self._hello_at = None
+        self._hello_at = self._answer_by = None
 
     def hello_due(self, now: float) -> bool:
         """Whether to greet now; if so, the next greeting is postponed."""
@@ -115,7 +119,12 @@ class Handshake:
     def deadlines(self) -> list[float]:
         """The times at which `hello_due` or `late` may change by themselves."""
         late_at = [] if self.opened or self._demanded_at is None else [self._demanded_at + self._settings.greet_s]
-        return late_at if self._hello_at is None else [*late_at, self._hello_at]
+        return [*late_at, *(at for at in (self._hello_at, self._answer_by) if at is not None)]
+
+    def unanswered(self, now: float) -> bool:
+        """Whether the peer has not answered the greeting over a new connection of an open link. Its process may be another one now,
+        which cannot tell what it gets from garbage if the greeting was damaged."""
+        return self._answer_by is not None and now >= self._answer_by
 
     def late(self, now: float) -> bool:
         """Whether a peer for which this process waits has not answered in time."""

@@ -125,12 +125,15 @@ class Link:
         return min(times, default=None)
 
     def tick(self, now: float) -> str | None:
-        """Do what is due. Returns why the link is to be closed: ``"connect"``, ``"lost"``, or None if it is not."""
+        """Do what is due. Returns why the link is to be closed (``"connect"``, ``"lost"`` or ``"unanswered"``), or None if it is
+        not."""
         settings = self.settings
         if self.state is State.GREETING and self.handshake.late(now):
             return "connect"
         if self.state is State.OPEN and not self.up and now >= self._down_at + settings.lost_s:
             return "lost"
+        if self.state is State.OPEN and self.handshake.unanswered(now):
+            return "unanswered"
         if self.state is State.OPEN and self.up:
             for lane in LANES:
                 if self._silent(lane) and now >= self._progress_at[lane] + settings.probe_s:

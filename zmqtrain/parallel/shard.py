@@ -3,14 +3,14 @@
 A divided layer's parameters keep their names and hold this process's part; a `Shard` says which. So an ordinary state dict is cut
 for any grid (`Shard.cut`), and gathered again from any (`gather_state`): checkpoints know nothing of grids.
 
-=============================================  =============================================================================
+=============================================  ================================================================================
 a parameter of                                 its gradient is to be summed over
-=============================================  =============================================================================
+=============================================  ================================================================================
 a model-parallel layer, divided over the rows  the row, which holds the same part and has other samples
-one that is whole within a column, where each  the row: a column's processes have the same gradient already
-process computes the same
+one that is whole within a column, where each  the row: a column's processes have the same gradient already (in training all sum
+process computes the same                      their shares of it, `zmqtrain.parallel.sums.contributors`)
 a domain- or batch-parallel layer              all processes: each has its own strip of the image, or its own samples
-=============================================  =============================================================================
+=============================================  ================================================================================
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class GradientSums:
     def __init__(self, model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard], *, overlap: bool = True) -> None:
         """``overlap``: whether layers are begun during backward; otherwise all at its end."""
         self._fabric = fabric
-        self._layers = _layers(model.named_parameters(), shards)
+        self._layers = _layers(model.named_parameters(), shards, fabric.size)
         if overlap:
             for each in self._layers:
                 for parameter in each.parameters:
@@ -67,8 +67,9 @@ class GradientSums:
 class _Layer:
     """Parameters whose gradients travel together."""
 
-    def __init__(self, name: str, members: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
+    def __init__(self, name: str, members: tuple[int, ...], share: float, parameters: list[nn.Parameter]) -> None:
         self.name, self.members, self.parameters = name, members, parameters
+        self._share = share
         self.complete = 0
         self.pending: Pending | None = None
         first = parameters[0]
@@ -85,6 +86,8 @@ class _Layer:
         """The gradients, one after another in memory of their own, which say what this process's backward has not reached."""
         unreached = [number for number, parameter in enumerate(self.parameters) if parameter.grad is None]
         flat = torch.cat([_gradient_of(parameter).flatten() for parameter in self.parameters])
+        if self._share != 1.0:
+            flat *= self._share
         if self._parts.starts:
             self._parts.say_reached(flat, but=unreached)
         return flat
@@ -108,21 +111,34 @@ def sum_gradients(model: nn.Module, fabric: Fabric, shards: Mapping[str, Shard])
 
 def sum_at_once(named: Iterable[tuple[str, nn.Parameter]], fabric: Fabric, shards: Mapping[str, Shard]) -> None:
     """The same of what stands for parameters, a few numbers each: all that is summed over the same ranks travels together."""
-    layers = _layers(named, {name: replace(shard, layer="") for name, shard in shards.items()})
+    layers = _layers(named, {name: replace(shard, layer="") for name, shard in shards.items()}, fabric.size)
     for layer, pending in [(each, each.begun(fabric)) for each in layers]:
         layer.give(*pending.wait())
 
 
-def _layers(named: Iterable[tuple[str, nn.Parameter]], shards: Mapping[str, Shard]) -> list[_Layer]:
+def contributors(shard: Shard, size: int) -> tuple[tuple[int, ...], float]:
+    """The ranks, of ``size`` in a group, over whom the gradient of a parameter is summed in training, and by what each multiplies
+    its own before.
+
+    Where a column's workers compute the same gradient of a whole parameter, each contributes a part of it, and all sum it: were
+    each row to sum its own, rows whose processors round differently would drift apart, and no one would see it."""
+    if shard.dimension is not None:
+        return shard.summed_over, 1.0
+    return tuple(range(size)), len(shard.summed_over) / size
+
+
+def _layers(named: Iterable[tuple[str, nn.Parameter]], shards: Mapping[str, Shard], size: int) -> list[_Layer]:
     """The layer, the ranks, and the parameters of each sum of gradients."""
-    together: dict[tuple[str, tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+    together: dict[tuple[str, tuple[int, ...], float, torch.dtype], list[nn.Parameter]] = {}
     for name, parameter in named:
-        shard = shards[name]
-        if parameter.requires_grad and len(shard.summed_over) > 1:
-            together.setdefault((shard.layer, shard.summed_over, parameter.dtype), []).append(parameter)
-    return [_Layer(layer, members, parameters) for (layer, members, _), parameters in together.items()]
+        members, share = contributors(shards[name], size)
+        if parameter.requires_grad and len(members) > 1:
+            together.setdefault((shards[name].layer, members, share, parameter.dtype), []).append(parameter)
+    return [_Layer(layer, members, share, parameters) for (layer, members, share, _), parameters in together.items()]
 
 
 def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a parameter; where it has none, zeros that say so."""
-    return fill_unreached(torch.empty_like(parameter)) if parameter.grad is None else parameter.grad
+    """The gradient of a parameter, with all its zeros; where it has none, zeros that say so."""
+    if parameter.grad is None:
+        return fill_unreached(torch.empty_like(parameter))
+    return parameter.grad.to_dense() if parameter.grad.layout is not torch.strided else parameter.grad

@@ -104,10 +104,8 @@ class Paper:
         grid, size = placed.grid, placed.grid.size
         samples = batch / grid.columns
         match placed.choice:
-            case "batch":
+            case "batch" | "whole":  # of which the paper has none: every process of a column does the same work
                 return LayerCost(dw=self._all_reduce(size, stage.weights))
-            case "whole":  # every process of a column does the same work; the paper has no such layers
-                return LayerCost(dw=self._all_reduce(grid.columns, stage.weights))
             case "model":
                 return LayerCost(
                     all_gather=self._all_gather(grid.rows, samples * stage.numel_out),

@@ -146,13 +146,13 @@ class Ours:
             return self._sum(numel, placed, (head.sums - first) * rounds)
         recurrent = NOTHING
         if head.kind == "recurrent":  # the outputs' gradients are scattered at every position
-            recurrent = self._ring(samples * head.outputs[-1], head.units, placed, stage.rounds)
+            recurrent = self._scatter(samples * head.outputs[-1], head.units, placed, stage.rounds)
         if first:
             return recurrent
         if head.groups > 1 and placed.grid.rows <= head.groups:  # each row has its own groups' gradients, in turn
-            return self._ring(numel, head.groups, placed, rounds)
+            return self._scatter(numel, head.groups, placed, rounds)
         if joined and head.groups == 1:
-            return self._ring(numel, joined, placed, rounds)
+            return self._scatter(numel, joined, placed, rounds)
         return recurrent + self._sum(numel, placed, rounds)
 
     # Domain-parallel layers.
@@ -201,22 +201,22 @@ class Ours:
             if layer.statistics and members > 1:
                 channels = math.ceil(layer.outputs[0] / grid.rows) if divided else layer.outputs[0]
                 itemsize = STATISTICS_BYTES if placed.choice == "domain" else self.word_bytes
-                told = Sent(members - 1, (members - 1) * (2 * channels + 1))
-                there += self._wire(told, placed, layer.calls, itemsize)
-                back += self._wire(all_reduce(2 * channels, members, itemsize), placed, layer.calls, itemsize)
+                there += self._told(2 * channels + 1, members, layer.calls, itemsize)
+                back += self._sum_of_neighbours(2 * channels, members, layer.calls, itemsize)
             elif layer.means and (placed.strips > 1 or (divided and layer.means % grid.rows)):
                 numel = samples * layer.means
-                there += self._wire(all_reduce(numel, grid.rows, self.word_bytes), placed, 2 * layer.calls)
-                back += self._wire(all_reduce(2 * numel, grid.rows, self.word_bytes), placed, layer.calls)
+                there += self._sum_at_once(numel, placed, 2 * layer.calls)
+                back += self._sum_at_once(2 * numel, placed, layer.calls)
             if layer.running:
                 channels = math.ceil(layer.outputs[0] / grid.rows) if divided else layer.outputs[0]
-                there += self._wire(all_reduce(2 * channels, grid.columns, self.word_bytes), placed, layer.calls)
+                there += self._sum_of_neighbours(2 * channels, grid.columns, layer.calls, self.word_bytes)
             if placed.strips > 1 and layer.pools_to_one(placed.parts):
-                there += self._wire(all_reduce(samples * layer.numel_out, grid.rows, self.word_bytes), placed, layer.calls)
+                there += self._sum_at_once(samples * layer.numel_out, placed, layer.calls)
         return there, back
 
     def _weights(self, stage: Stage, placed: Placed) -> Cost:
-        """The sums of weight gradients, layer by layer."""
+        """The sums of weight gradients, layer by layer: of divided ones over the row, of all others over all
+        (`zmqtrain.parallel.sums.contributors`)."""
         grid, total = placed.grid, NOTHING
         apart = placed.choice in ("batch", "domain")
         divided = placed.choice == "model"
@@ -227,28 +227,68 @@ class Ours:
                 units = part.units
                 if divided:
                     units = layer.most_units(grid.rows) if units == layer.units else -(-units // grid.rows)
-                total += self._sum_of_row(grid.size if apart else grid.columns, units * part.each + part.whole)
+                numel = units * part.each
+                if apart or not divided:
+                    total += self._sum_of_row(grid.size, numel + part.whole)
+                else:
+                    total += self._sum_of_row(grid.columns, numel) + self._sum_of_row(grid.size, part.whole)
         return total
 
     def _ring(self, numel: int, units: int, placed: Placed, rounds: int) -> Cost:
-        """A column's all-gathers, or reduce-scatters, of ``numel`` elements each, of which each row has some of ``units``."""
+        """A column's all-gathers of ``numel`` elements each, of which each row has some of ``units``."""
         size = placed.grid.rows
         if placed.grid.size <= self.per_host:  # each process writes its part, and all read everything
             return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * rounds * self.word_bytes)
         return self._wire(self._passed_on(ring(numel, units, size), placed, size), placed, rounds)
 
+    def _scatter(self, numel: int, units: int, placed: Placed, rounds: int) -> Cost:
+        """A column's reduce-scatters: each process sends every other one its part itself, so that of several on a host each sends
+        to all on other hosts."""
+        size, together = placed.grid.rows, self._together(placed)
+        cost = self._ring(numel, units, placed, rounds)
+        if placed.grid.size <= self.per_host or together == 1:
+            return cost
+        away = together * (size - together) / size * numel * rounds * self.word_bytes
+        return replace(cost, nic_bytes=away * self._crossing(placed.grid.columns))
+
     def _sum(self, numel: int, placed: Placed, rounds: int) -> Cost:
+        """A column's all-reduces of ``numel`` elements each, which wait for their own pieces."""
+        cost = self._sum_at_once(numel, placed, rounds)
+        if placed.grid.size <= self.per_host:
+            return cost
+        waits = idle(numel, placed.grid.rows, self.word_bytes) * rounds * self.word_bytes
+        return cost + Cost(nic_bytes=waits * self._crossing(placed.grid.columns))
+
+    def _sum_at_once(self, numel: int, placed: Placed, rounds: int) -> Cost:
         """A column's all-reduces of ``numel`` elements each."""
-        size = placed.grid.rows
+        size, together = placed.grid.rows, self._together(placed)
         if placed.grid.size <= self.per_host:
             return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * rounds * self.word_bytes)
-        waits = idle(numel, size, self.word_bytes) * rounds * self.word_bytes
-        cost, together = self._wire(all_reduce(numel, size, self.word_bytes), placed, rounds), self._together(placed)
-        if together > 1:
-            sent = between_hosts(numel, size, self.word_bytes, together)
-            nbytes = sent.numel * rounds * self.word_bytes * self._crossing(placed.grid.columns)
-            cost = replace(cost, messages=sent.messages * rounds, nic_bytes=nbytes)
-        return cost + Cost(nic_bytes=waits * self._crossing(placed.grid.columns))
+        cost = self._wire(all_reduce(numel, size, self.word_bytes), placed, rounds)
+        return self._away(cost, numel, size, together, rounds, self.word_bytes, self._crossing(placed.grid.columns))
+
+    def _sum_of_neighbours(self, numel: int, size: int, rounds: int, itemsize: int) -> Cost:
+        """All-reduces of ``numel`` elements each, over ``size`` processes with neighbouring ranks."""
+        if size <= self.per_host:
+            return Cost(memory_bytes=(size + 1) * numel * rounds * itemsize) if size > 1 else NOTHING
+        sent = all_reduce(numel, size, itemsize)
+        cost = Cost.sent(sent.messages * rounds, sent.numel * rounds * itemsize)
+        return self._away(cost, numel, size, self.per_host, rounds, itemsize, 1)
+
+    def _away(self, cost: Cost, numel: int, size: int, together: int, rounds: int, itemsize: int, at_once: int) -> Cost:
+        """Of an all-reduce what goes to other hosts, where ``together`` of its processes are on each, and ``at_once`` such sums."""
+        if together == 1:
+            return cost
+        sent = between_hosts(numel, size, itemsize, together)
+        return replace(cost, messages=sent.messages * rounds, nic_bytes=sent.numel * rounds * itemsize * at_once)
+
+    def _told(self, numel: int, size: int, rounds: int, itemsize: int) -> Cost:
+        """Each of ``size`` processes with neighbouring ranks tells all others ``numel`` elements, those of its own host in
+        memory."""
+        if size <= self.per_host:
+            return Cost(memory_bytes=(size + 1) * numel * rounds * itemsize)
+        away = size - self.per_host
+        return Cost.sent(away * rounds, away * numel * rounds * itemsize, sharing=self.per_host)
 
     def _together(self, placed: Placed) -> int:
         """How many neighbouring rows of a column are on one host."""
@@ -265,7 +305,7 @@ class Ours:
     def _sum_of_row(self, size: int, numel: int) -> Cost:
         """A sum of weight gradients over processes with neighbouring ranks: in memory on each host, then slice by slice between
         hosts."""
-        if size == 1:
+        if size == 1 or numel == 0:
             return NOTHING
         here = math.gcd(size, self.per_host) if size < self.per_host else self.per_host
         hosts = math.ceil(size / here)

@@ -23,11 +23,11 @@ from zmqtrain.parallel.placed.model import ParallelModel, parallelize
 from zmqtrain.parallel.placed.tensor import Placed
 from zmqtrain.parallel.plan import LayerPlan, Plan
 from zmqtrain.parallel.shard import Shard, gather_state, gathered
+from zmqtrain.parallel.sums import contributors
 from zmqtrain.parallel.turns import turn
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.hooks import OwnHook
-from zmqtrain.train.rows import share_of
 from zmqtrain.train.task import Measure
 
 
@@ -81,7 +81,7 @@ def divide(
         recorder.event("left whole", layer=layer, reason=reason)
     shards = divided.shards_by_name()
     for name, parameter in divided.named_parameters():
-        share = share_of(shards[name], fabric.size)
+        _, share = contributors(shards[name], fabric.size)
         if share != 1.0 and parameter.requires_grad:
             parameter.register_hook(OwnHook(_times(share)))  # type: ignore[no-untyped-call]
     return divided

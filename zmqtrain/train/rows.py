@@ -36,11 +36,5 @@ def rows_of_bucket(names: Sequence[str], shards: Mapping[str, Shard] | None) -> 
     )
 
 
-def share_of(shard: Shard, size: int) -> float:
-    """The factor on a parameter's gradient before it is summed over all ``size`` workers of a group. If the workers of a column
-    compute the same gradient, each contributes its share. 1 for a divided parameter, whose gradient is summed over its row only."""
-    return 1.0 if shard.dimension is not None else len(shard.summed_over) / size
-
-
 def _grid(shard: Shard) -> Grid:
     return Grid(len(shard.members), len(shard.summed_over))

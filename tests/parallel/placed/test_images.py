@@ -374,10 +374,18 @@ def test_mixed_precision_equals_that_of_one_process(name: str, plan: str, grid: 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile itself
 def test_compiled_models_are_refused() -> None:
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(3, 3)))
+
     def run(fabric: Fabric) -> None:
         model = Model(lambda self, h: h)
         model.last = torch.compile(model.last, backend="eager")  # type: ignore[assignment]
         with pytest.raises(UsageError, match="layer last is compiled"):
+            parallelize(model, Grid(2, 1), fabric=fabric)
+        with pytest.raises(UsageError, match=r"layer 0 is compiled \(torch.jit\)"):
+            parallelize(scripted, Grid(2, 1), fabric=fabric)
+        model = Model(lambda self, h: h)
+        model.compile(backend="eager")
+        with pytest.raises(UsageError, match=r"Model is compiled \(torch.compile\)"):
             parallelize(model, Grid(2, 1), fabric=fabric)
 
     run_ranks(2, run)

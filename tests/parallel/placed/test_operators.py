@@ -58,6 +58,11 @@ def hooked(x: Tensor) -> Tensor:
     return y * y
 
 
+def complex_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Whose backward multiplies by conjugates."""
+    return (torch.view_as_complex(x.view(SAMPLES, 6, 2, 2)) * torch.view_as_complex(weight)).abs()
+
+
 def penalty(x: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
     return gradient * 2
@@ -170,6 +175,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "reentrant checkpointing": (lambda x: checkpoint(lambda y: y.tanh() @ y.transpose(1, 2), x, use_reentrant=True), BY_TIME),
     "vmap": (lambda x: torch.vmap(lambda y: y.sin())(x), BY_TIME),
     "data": (lambda x: (x * 1).data.mul_(2) + x, BY_TIME),
+    "complex numbers": (complex_product, [*BY_TIME, numbers(6, 2, 2)]),
+    "conjugates": (lambda x: (torch.view_as_complex(x.view(SAMPLES, 6, 2, 2)).conj() * 1j).conj().imag.neg(), BY_TIME),
     "fourier transform": (lambda x: torch.fft.fft(x).abs(), BY_TIME),
     "sort of all": (lambda x: x.flatten().sort()[0], BY_TIME),
     "one-hot": (lambda x: functional.one_hot((x > 0).long()).to(x.dtype) * x.unsqueeze(-1), BY_TIME),
@@ -196,6 +203,16 @@ TWICE = [
 def test_tensors_of_which_two_dimensions_are_divided(name: str) -> None:
     function, given = CASES[name]
     check(function, given, "4x1", both=True)
+
+
+def test_a_change_in_place_of_conjugate_numbers_is_refused() -> None:
+    def run(x: Tensor) -> Tensor:
+        y = torch.view_as_complex(x.view(SAMPLES, 6, 2, 2)).clone()
+        y.conj().mul_(2)
+        return y.abs()
+
+    with pytest.raises(UsageError, match="changed in place while others are views of it"):
+        check(run, BY_TIME, "2x2", gradients=False)
 
 
 def test_a_change_in_place_that_views_would_not_see_is_refused() -> None:

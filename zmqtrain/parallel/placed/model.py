@@ -72,11 +72,11 @@ def parallelize(
     for what, size in (("grid", grid.size), ("plan", plan.size if plan else grid.size)):
         if size != fabric.size:
             raise UsageError(f"the {what} is for {size} processes, and the group has {fabric.size}")
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # takes seconds to import, and nothing is compiled without it
     for name, module in model.named_modules():
-        if compiler is not None and isinstance(module, compiler.OptimizedModule):
+        compiled = _compiled_by(module)
+        if compiled:
             raise UsageError(
-                f"{f'layer {name}' if name else type(model).__name__} is compiled (torch.compile), and compiled code cannot be "
+                f"{f'layer {name}' if name else type(model).__name__} is compiled ({compiled}), and compiled code cannot be "
                 "divided: give the model as it was before"
             )
     sizes = sizes or layer_sizes(model)
@@ -88,6 +88,14 @@ def parallelize(
         fabric, main_grid(plan, grid), seed=seed, statistics=statistics, recorder=recorder or NullRecorder(), strict=strict
     )
     return ParallelModel(model, world, assignment, sizes)
+
+
+def _compiled_by(module: nn.Module) -> str:
+    """What has compiled its code; empty if it is Python."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # takes seconds to import, and nothing is compiled without it
+    if (compiler is not None and isinstance(module, compiler.OptimizedModule)) or module._compiled_call_impl is not None:
+        return "torch.compile"
+    return "torch.jit" if isinstance(module, torch.jit.ScriptModule) else ""
 
 
 def layer_sizes(model: nn.Module) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zmqtrain.parallel.placed.dispatch import become, freed, on_whole, rule
+from zmqtrain.parallel.placed.dispatch import become, freed, on_whole, result_like, rule
 from zmqtrain.parallel.placed.tensor import Placed, World, local_sizes
 from zmqtrain.parallel.placement import Divisions, Placement, changed, remembered
 
@@ -41,6 +41,12 @@ def moved(placement: Placement, order: Mapping[int, int]) -> Placement:
         sample_dimension=None if placement.sample_dimension is None else order[placement.sample_dimension],
         across=None if placement.across is None else order[placement.across],
     )
+
+
+@rule(aten._conj.default, aten._neg_view.default, both=True)
+def turned(world: World, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Conjugate or negative numbers, which torch computes when they are asked for, and a divided tensor at once."""
+    return result_like(args[0], func(args[0].local), view=True)
 
 
 @rule(aten.permute.default, both=True)

@@ -321,7 +321,7 @@ class _Ordinary:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 self._reached.add(name)
-                self._serving.gradient(name, gradient)
+                self._serving.gradient(name, gradient.to_dense() if gradient.layout is not torch.strided else gradient)
 
         parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
 
