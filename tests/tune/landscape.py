@@ -50,7 +50,10 @@ class Landscape:
             self.state[trial.number] = end
         scored = math.exp(begin - speed * updates * 5 / 6)
         told = None if reached is None else updates
-        return Outcome(updates, updates * update_s, math.exp(begin), scored, 0.0, reached, told, end=math.exp(end))
+        smoothed = math.exp(end), 20
+        return Outcome(
+            updates, updates * update_s, math.exp(begin), scored, 0.0, reached, told, end=math.exp(end), smoothed=smoothed
+        )
 
 
 def solve(space: Space, landscape: Landscape, target: float | None = None, most: int = 5000) -> tuple[Search, Done]:

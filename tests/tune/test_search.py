@@ -388,8 +388,8 @@ def test_a_trial_knows_what_its_smoothed_loss_goes_on_from() -> None:
         if trial.start is None:
             assert trial.before is None
         else:
-            start = search.trials[trial.start][1]
-            assert trial.before == (start.end, min(start.updates, SPACE.smooth))
+            assert trial.before is not None
+            assert trial.before == search.trials[trial.start][1].smoothed
 
 
 def test_a_learning_rate_that_gains_nothing_by_falling_stays() -> None:

@@ -60,6 +60,21 @@ def test_when_a_target_is_reached() -> None:
     assert outcome.reached_updates == 2 * (index + 1)
 
 
+def test_short_trials_one_after_another_reach_a_target_no_sooner_than_one_long_one() -> None:
+    """Each is shorter than the smoothing, and ends with a few low losses by chance."""
+    whole = [2.0 - 0.005 * index - 0.3 * (index % 12 >= 8) for index in range(180)]
+    reached = reach(whole, 1.5)
+    assert reached is not None
+    before = None
+    for begin in range(0, 180, 12):
+        part = Outcome.of(losses(*whole[begin : begin + 12]), updates=12, seconds=6.0, target=1.5, before=before)
+        assert (part.reached is not None) == (begin <= reached < begin + 12)
+        if part.reached is not None:
+            break
+        before = part.smoothed
+    assert part.reached_updates == reached - begin + 1
+
+
 def test_the_smoothed_loss_begins_as_a_mean() -> None:
     smoothed = Smoothed()
     assert [smoothed.add(value) for value in (4.0, 2.0, 3.0)] == [4.0, 3.0, 3.0]

@@ -120,9 +120,8 @@ class Machine(ABC):
         self._decisions.append(Decision(what, reason, values))
 
     def _before(self, start: int) -> tuple[float, int] | None:
-        """The mean of the last losses of the trial ``start``, and of how many it is."""
-        outcome = self.trials[start][1]
-        return None if outcome.end is None else (outcome.end, min(outcome.updates, self._space.smooth))
+        """The smoothed loss at the end of the trial ``start``, and of how many losses it is."""
+        return self.trials[start][1].smoothed
 
     @abstractmethod
     def _life(self) -> Life:

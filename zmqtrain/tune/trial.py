@@ -82,7 +82,7 @@ class Trial:
     watch: Watch | None = None
     """How to check progress: training ends at its next checkpoint if it makes none."""
     before: tuple[float, int] | None = None
-    """The mean loss of the last updates before it, and of how many."""
+    """The smoothed loss at the end of the trial at whose end it begins, and of how many losses it is."""
     baseline: Baseline = ()
     """The staleness of each group when training with these groups began: drift is a change from it."""
 
@@ -118,6 +118,8 @@ class Outcome:
     """Whether the job itself is done: nothing is left to train."""
     end: float | None = None
     """The mean loss of its last updates, over the smoothing window."""
+    smoothed: tuple[float, int] | None = None
+    """The smoothed loss at its end, which goes on from the trial at whose end it began, and of how many losses it is."""
     drifted: str | None = None
     """Why it was ended early: the measurements do not match those for which the setting was chosen."""
     stood: str | None = None
@@ -170,6 +172,9 @@ class Outcome:
         bad = diverged or not all(map(math.isfinite, values))
         noise = stdev(last) / math.sqrt(len(last)) if len(last) > 1 and not bad else 0.0
         reached = reach(values, target, smooth, before) if target is not None else None
+        mean = Smoothed(smooth, before)
+        for value in values:
+            mean.add(value)
         return cls(
             updates,
             seconds,
@@ -179,6 +184,7 @@ class Outcome:
             None if reached is None else losses[reached][0],
             None if reached is None else max(1, round(updates * (reached + 1) / len(values))),
             end=None if bad else fmean(last[-smooth:]),
+            smoothed=None if bad else mean.state,
             **measured,
         )
 
@@ -193,6 +199,8 @@ class Outcome:
         values = dict(value)
         values["first"] = math.nan if values["first"] is None else values["first"]
         values["loss"] = math.inf if values["loss"] is None else values["loss"]
+        state = values.get("smoothed")
+        values["smoothed"] = None if state is None else (float(state[0]), int(state[1]))
         values["baseline"] = tuple(First(*each) for each in values.get("baseline", ()))
         return cls(**values)
 
@@ -232,6 +240,11 @@ class Smoothed:
         share = 1 / min(self._count, self._over)
         self.value = loss if self._count == 1 else self.value + (loss - self.value) * share
         return self.value
+
+    @property
+    def state(self) -> tuple[float, int]:
+        """The mean, and of how many losses it is: what another one goes on from."""
+        return self.value, min(self._count, self._over)
 
     @property
     def settled(self) -> bool:
