@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tune.landscape import Landscape
-from zmqtrain.cli.runs import run_status
+from zmqtrain.cli.runs import run_status, state_of_run
 from zmqtrain.cli.tune import How, names_of, run_tune
 from zmqtrain.errors import TaskError, UsageError, ZmqTrainError
 from zmqtrain.experiment.runs import Folders, SimulatedRuns
@@ -133,7 +133,9 @@ def test_a_search_that_was_interrupted_goes_on(
     assert run_tune(file, How(simulate=True), run_dir=parts, json_lines=True) == 130
     first = rows(capsys, "trial")
     assert len(first) == 4
+    assert state_of_run(parts)["status"] == "interrupted"
     assert run_tune(file, How(simulate=True, resume=parts), json_lines=True) == 0
+    assert state_of_run(parts)["status"] == "done"
     assert first + rows(capsys, "trial") == trials
     other = ["tune.learning_rates=[0.5]", "tune.time_limit=1.0"]
     with pytest.raises(UsageError, match="belongs to a different search than this topology file"):

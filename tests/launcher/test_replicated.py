@@ -11,7 +11,7 @@ import pytest
 from tests.launcher.launched import Launched
 from tests.launcher.test_elastic import TASK
 
-STEPS = 3000  # the new server needs time to join
+STEPS = 1000  # the new server needs time to join
 TOPOLOGY = """
 [job]
 task = "task.py"
@@ -19,7 +19,7 @@ steps = {steps}
 timeout = "20 s"
 oversubscribe = true
 restarts = 1
-eval_every = 1500
+eval_every = 500
 [compute]
 groups = 3
 batch_size = 8

@@ -79,6 +79,8 @@ def state_of_run(path: Path) -> dict[str, Any]:
     if summary.exists():
         values = json.loads(summary.read_text(encoding="utf-8"))
         status |= {key: values.get(key) for key in ("status", "steps", "samples", "seconds", "eval")}
+        if process is not None:  # it continues what has ended before
+            status["status"] = "running"
     elif (last := _last_step(training_of(path))) is not None:
         status |= last
     if process is None and status["status"] in ("lost", "preempted") and (job := job_of(path)) is not None:

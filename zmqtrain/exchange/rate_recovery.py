@@ -29,7 +29,7 @@ from zmqtrain.wire.payload import Value
 #: Rounds of all groups that the running means are of: the path's, and the cosine's.
 ROUNDS = 2
 #: Rounds at the beginning that only watch.
-WAIT = 10
+WAIT = 20
 #: What the mean cosine must be above for steps to count as too small. Noise is below it, and so it is where a schedule has lowered
 #: the rate.
 MARGIN = 0.03

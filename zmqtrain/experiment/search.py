@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zmqtrain.errors import ConnectivityError
+from zmqtrain.errors import ConnectivityError, ZmqTrainError
 from zmqtrain.experiment.runs import Folders, LaunchedRuns, Runs, SimulatedRuns
 from zmqtrain.experiment.tuning import Reporter, Tuning, again, search_folder, searched
 from zmqtrain.launcher.emulate import Emulation
@@ -68,10 +68,13 @@ class TuningRun:
                 tuning.compare()
                 return tuning.exit_code
             except KeyboardInterrupt:
+                tuning.ended_early("interrupted", INTERRUPTED)
                 shown.note(f"interrupted; {again(directory.path)}")
                 return INTERRUPTED
-            except ConnectivityError:
-                shown.note(again(directory.path))
+            except ZmqTrainError as error:
+                tuning.ended_early("failed", error.exit_code)
+                if isinstance(error, ConnectivityError):
+                    shown.note(again(directory.path))
                 raise
 
     def _runs(self, name: str, folder: Path) -> Runs:

@@ -104,6 +104,11 @@ class Tuning:
         self._directory.write_json("summary.json", {**values, "strategies": self._rows})
         self._shown.compare(self._rows)
 
+    def ended_early(self, status: str, exit_code: int) -> None:
+        """Say in summary.json that the search has not come to its end: of the strategies only those that have are in it."""
+        row = self._summary(sum(row["updates"] for row in self._rows), sum(row["seconds"] for row in self._rows))
+        self._directory.write_json("summary.json", {**row, "status": status, "exit_code": exit_code, "strategies": self._rows})
+
     def curves(self, runs: Runs) -> None:
         """The trade-off over groups."""
         tune = self._topology.tune

@@ -218,3 +218,18 @@ def test_gradients_are_complete_as_soon_as_the_layer_has_them(choice: Choice) ->
     train_step(parallel, [torch.empty(2, 4, 8, 8)])
     assert max(found.index("2.weight"), found.index("2.bias")) < found.index("0")  # the gradient of what layer 1 has taken
     assert max(found.index("1.weight"), found.index("1.bias")) < min(found.index("0.weight"), found.index("0.bias"))
+
+
+@pytest.mark.parametrize("last", [nn.Identity(), nn.Tanh()])
+def test_gradients_of_gradients_are_refused(last: nn.Module) -> None:
+    """Also where nothing but the weights depends on them."""
+
+    def run(fabric: Fabric) -> None:
+        parallel = parallelize(nn.Sequential(nn.Linear(4, 6), last), "2x1", fabric=fabric)
+        parallel.batch.size = 2
+        x = torch.ones(2, 4, requires_grad=True)
+        (gradient,) = torch.autograd.grad(parallel(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"a gradient of a gradient .* goes through a divided model"):
+            gradient.square().sum().backward()
+
+    run_ranks(2, run)

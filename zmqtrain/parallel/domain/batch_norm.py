@@ -21,6 +21,7 @@ from zmqtrain.parallel.domain.layer import adopt
 from zmqtrain.parallel.domain.traffic import Collective
 from zmqtrain.parallel.geometry import Division, checked
 from zmqtrain.parallel.halo import HEIGHT
+from zmqtrain.parallel.once import once_differentiable
 
 
 class DomainBatchNorm2d(nn.Module):
@@ -137,7 +138,7 @@ class _Normalise(torch.autograd.Function):
         return result.to(own.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         normalised, scale = ctx.saved_tensors
         layer: DomainBatchNorm2d = ctx.layer

@@ -38,6 +38,7 @@ from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.parallel.communicator import Communicator
 from zmqtrain.parallel.geometry import Division, Range, Reach, Strip, checked, follow, length, overlap, strip
 from zmqtrain.parallel.halo import HEIGHT, HaloExchange
+from zmqtrain.parallel.once import once_differentiable
 
 #: A range of each divided dimension, in the order in which these are exchanged.
 Block: TypeAlias = Mapping[int, Range]
@@ -205,7 +206,7 @@ class _Overlapped(torch.autograd.Function):
         return ctx.step.forward(own.detach())  # type: ignore[no-any-return]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         step, ctx.step = ctx.step, None
         if step is None:

@@ -6,7 +6,6 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from zmqtrain.errors import UsageError
@@ -16,6 +15,7 @@ from zmqtrain.parallel.model.divided import Divided
 from zmqtrain.parallel.model.precision import raised
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Traffic, total
+from zmqtrain.parallel.once import once_differentiable
 from zmqtrain.parallel.placement import Divisions
 from zmqtrain.parallel.shard import one_range
 

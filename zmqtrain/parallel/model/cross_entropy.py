@@ -7,7 +7,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.model import traffic
@@ -16,6 +15,7 @@ from zmqtrain.parallel.model.precision import raised
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.softmax import combined, vector_traffic
 from zmqtrain.parallel.model.traffic import Traffic, total
+from zmqtrain.parallel.once import once_differentiable
 from zmqtrain.parallel.placement import Divisions, Range
 
 

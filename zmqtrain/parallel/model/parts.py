@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zmqtrain.parallel.communicator import Label
 from zmqtrain.parallel.model import traffic
 from zmqtrain.parallel.model.site import Site
+from zmqtrain.parallel.once import once_differentiable
 from zmqtrain.parallel.placement import Divisions, Range
 from zmqtrain.parallel.shard import Pieces
 

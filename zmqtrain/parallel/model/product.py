@@ -15,12 +15,12 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zmqtrain.parallel.model.parts import gather_traffic, sum_traffic
 from zmqtrain.parallel.model.precision import lowered
 from zmqtrain.parallel.model.site import Site
 from zmqtrain.parallel.model.traffic import Sent, reduce_scatter
+from zmqtrain.parallel.once import once_differentiable
 from zmqtrain.parallel.placement import Divisions, Range
 from zmqtrain.parallel.shard import Pieces
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from zmqtrain.parallel.communicator import Phase
 from zmqtrain.parallel.domain.batch_norm import DomainBatchNorm2d
 from zmqtrain.parallel.halo import HEIGHT, WIDTH
 from zmqtrain.parallel.model.batch_norm import BatchNorm
+from zmqtrain.parallel.once import once_differentiable
 from zmqtrain.parallel.placed.functions import function
 from zmqtrain.parallel.placed.layers import at_least_one, helper, lend
 from zmqtrain.parallel.placed.parameters import use_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from zmqtrain.parallel.once import once_differentiable
 from zmqtrain.parallel.placed.functions import function
 from zmqtrain.parallel.placed.tensor import Placed, World, in_backward
 from zmqtrain.parallel.placed.views import completed

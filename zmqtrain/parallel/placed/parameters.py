@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.once import once_differentiable
 from zmqtrain.parallel.placed.tensor import Placed, World, in_backward
 from zmqtrain.parallel.placement import changed, laid
 from zmqtrain.parallel.plan import Choice, Strips

@@ -17,7 +17,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from zmqtrain.errors import UsageError
@@ -26,6 +25,7 @@ from zmqtrain.parallel.communicator import Fabric, Label, Phase, Term
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.dropout import Batch
 from zmqtrain.parallel.model.site import Site
+from zmqtrain.parallel.once import once_differentiable
 from zmqtrain.parallel.placed.functions import BOTH, BY_SAMPLES, FUNCTIONS
 from zmqtrain.parallel.placement import Block, Placement, changed, laid, lengths, remembered, settled, within
 from zmqtrain.parallel.redistribute import carry, route
