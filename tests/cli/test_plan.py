@@ -84,6 +84,13 @@ def test_a_task_s_model(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned["latency_s"] + planned["volume_s"] == pytest.approx(planned["communication_s"])
 
 
+def test_one_process_has_no_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(ROOT / "launch" / "simulate-64.toml", processes="1") == 0
+    said = capsys.readouterr().out
+    assert "One process computes all layers: " in said
+    assert "What each layer would cost" not in said
+
+
 def test_a_profile_and_overlap(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["compute.profile=lenet", "compute.batch_size=2048", "compute.group_size=8"]
     steps = []

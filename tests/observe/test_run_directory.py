@@ -13,7 +13,7 @@ import pytest
 
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.append_file import AppendFile
-from zmqtrain.observe.run_directory import RunDirectory, find_run
+from zmqtrain.observe.run_directory import RunDirectory, find_run, runs_of
 
 
 def test_numbers_go_up_and_names_do_not_mix(tmp_path: Path) -> None:
@@ -105,6 +105,15 @@ def test_runs_are_found_by_path_by_name_and_as_the_latest(tmp_path: Path) -> Non
     assert find_run("latest", parent=tmp_path).name in ("job-001", "job-002")
     with pytest.raises(UsageError, match="job-002"):
         find_run("job-003", parent=tmp_path)
+
+
+def test_runs_have_any_name_but_a_folder_with_a_file_of_ones_own_is_none(tmp_path: Path) -> None:
+    for name in ("job-001", "mine"):
+        RunDirectory.create("job", exact=tmp_path / name).close()
+    for name in ("job-001", "mine", "files"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "topology.toml").write_text("")
+    assert [path.name for path in runs_of(tmp_path)] == ["job-001", "mine"]
 
 
 def test_what_cannot_be_written_is_said_once_and_listed(tmp_path: Path) -> None:

@@ -62,6 +62,10 @@ class Tables:
     ) -> None:
         """Print layers and totals, and with ``why`` the alternatives to each layer."""
         verb = "The given plan" if given else "Plan"
+        if problem.processes == 1 and not given:
+            step, memory = _time(totals[0]["step_s"]), rounded_size(totals[0]["memory_bytes"])
+            self._print(f"\n[bold]One process computes all layers: {step} a step of {problem.batch} samples, in {memory}[/]")
+            return
         processes = "1 process" if problem.processes == 1 else f"{problem.processes} processes"
         self._print(f"\n[bold]{verb} for {processes} and a batch of {problem.batch}[/]")
         self._layers(problem, layers)

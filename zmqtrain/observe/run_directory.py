@@ -218,8 +218,9 @@ def latest_run(parent: Path = Path("runs")) -> Path | None:
 
 
 def runs_of(parent: Path = Path("runs")) -> list[Path]:
-    """The run directories of a folder, by name."""
-    return sorted(path for path in parent.glob("*-*") if (path / "topology.toml").exists())
+    """The run directories of a folder, by name: those that are named ``NAME-NNN``, and others in which a run has begun."""
+    found = [path for path in parent.glob("*") if (path / "topology.toml").exists()]
+    return sorted(path for path in found if "-" in path.name or (path / "events.jsonl").exists())
 
 
 def find_run(name: str, *, parent: Path = Path("runs")) -> Path:
@@ -232,7 +233,7 @@ def find_run(name: str, *, parent: Path = Path("runs")) -> Path:
     for path in (Path(name), parent / name):
         if (path / "topology.toml").exists():
             return path
-    known = ", ".join(sorted(path.name for path in parent.glob("*-*"))[-5:])
+    known = ", ".join([path.name for path in runs_of(parent)][-5:])
     there = f"the latest runs in {parent.absolute()} are {known}" if known else f"{parent.absolute()} contains no runs"
     raise UsageError(f"there is no run {name} (a folder with topology.toml): {there}")
 
