@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -52,6 +52,7 @@ class RunState:
         self._split = {name: Curve() for name in ("compute", "exposed", "other")}
         self._workers: dict[str, _Worker] = {}
         self._members: dict[str, Json] = {}
+        self._placed: tuple[object, Sequence[Json]] = None, ()  # of what the newest picture of the hosts was made, and the picture
         self._served: dict[str, Counter[int]] = {}
         self._loads: dict[str, Json] = {}
         self._seen: Counter[int] = Counter()
@@ -203,7 +204,7 @@ class RunState:
             "split": {name: curve.to_dict() for name, curve in self._split.items()},
             "workers": shown,
             "members": members,
-            "places": places(members, named, self._group_size),
+            "places": self._places_of(members, named),
             "servers": [self._loads[peer] for peer in sorted(self._loads, key=peer_order)],
             "staleness": {
                 "counts": sorted(staleness.items()),
@@ -215,6 +216,13 @@ class RunState:
             "traffic": self._matrix(),
             "checkpoints": self._checkpoints,
         }
+
+    def _places_of(self, members: Sequence[Json], slow: set[str]) -> Sequence[Json]:
+        """The hosts' picture, which is made anew only if something in it has changed."""
+        seen = slow, [(each["peer"], each["host"], each["state"], each["health"]) for each in members]
+        if seen != self._placed[0]:
+            self._placed = seen, places(members, slow, self._group_size)
+        return self._placed[1]
 
     def _shown(self, worker: _Worker, *, slow: bool) -> Json:
         quiet_s = self._newest - (self.start or 0.0) - worker.at
