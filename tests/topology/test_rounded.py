@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.topology.rounded import rounded_rate, rounded_size, rounded_time
+from zmqtrain.topology.rounded import rounded_amount, rounded_rate, rounded_size, rounded_time
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,13 @@ def test_times(seconds: float, text: str) -> None:
 )
 def test_sizes(nbytes: float, text: str) -> None:
     assert rounded_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (999.7, "1 KB"), (244_403_360, "244 MB"), (2e12, "2 TB"), (5e15, "5,000 TB")]
+)
+def test_amounts(nbytes: float, text: str) -> None:
+    assert rounded_amount(nbytes) == text
 
 
 @pytest.mark.parametrize(

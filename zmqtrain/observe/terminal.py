@@ -51,12 +51,3 @@ def brief(value: float | None) -> str:
 def harmless(text: str) -> str:
     """Text of others in one line, without what a terminal would obey."""
     return "".join(character if character.isprintable() else " " for character in text)
-
-
-def amount(size: float) -> str:
-    """A number of bytes with three digits."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

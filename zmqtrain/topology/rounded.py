@@ -8,6 +8,7 @@ _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 #: Less than this many seconds is nothing.
 LEAST_S = 1e-11
 _SIZES = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
+_AMOUNTS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1.0))
 _RATES = (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0))
 
 
@@ -19,6 +20,11 @@ def rounded_time(seconds: float) -> str:
 def rounded_size(nbytes: float) -> str:
     """Like ``"244 MiB"``."""
     return _rounded(nbytes, _SIZES)
+
+
+def rounded_amount(nbytes: float) -> str:
+    """Like ``"256 MB"``: of what travels, in the units of the dashboard's page."""
+    return _rounded(nbytes, _AMOUNTS)
 
 
 def rounded_rate(bits_per_s: float) -> str:

@@ -13,7 +13,8 @@ from zmqtrain.observe.dashboard.places import GONE
 from zmqtrain.observe.dashboard.plot import Axis, Plot, Series
 from zmqtrain.observe.dashboard.screen import line, trial_words
 from zmqtrain.observe.dashboard.state import Json
-from zmqtrain.observe.terminal import amount, brief, duration
+from zmqtrain.observe.terminal import brief, duration
+from zmqtrain.topology.rounded import rounded_amount
 from zmqtrain.words import counted
 
 #: The colours of groups and of metrics, in turn.
@@ -104,7 +105,7 @@ def traffic(state: Json) -> Iterator[RenderableType]:
         table = _table("server", ">messages/s", ">received/s", ">waiting", ">busy", "")
         for server in state["servers"]:
             waiting = f"{server['waiting']:.1f} (at most {server['waiting_most']:g})"
-            rates = brief(server["messages_per_s"]), amount(server["bytes_per_s"])
+            rates = brief(server["messages_per_s"]), rounded_amount(server["bytes_per_s"])
             bar = Text("█" * round(20 * server["busy"]), style="green")
             table.add_row(line(server["peer"]), *map(line, (*rates, waiting, f"{100 * server['busy']:.0f} %")), bar)
         yield table
@@ -147,7 +148,8 @@ def _links(matrix: Json | None) -> Iterator[RenderableType]:
     links.sort(key=lambda link: -link[0])  # the busiest first: a matrix of many members is wider than any terminal
     table = _table("from", "to", ">bytes", "")
     for sent, name, peer in links[:MOST_LINKS]:
-        table.add_row(line(name), line(peer), amount(sent), Text("█" * max(1, round(30 * sent / links[0][0])), style="blue"))
+        bar = Text("█" * max(1, round(30 * sent / links[0][0])), style="blue")
+        table.add_row(line(name), line(peer), rounded_amount(sent), bar)
     yield table
     if len(links) > MOST_LINKS:
         yield line(f"and {counted(len(links) - MOST_LINKS, 'link')} with less", "dim")
