@@ -170,7 +170,9 @@ class Link:
                 header, body = header._replace(flags=flags), memoryview(lent.descriptor)
                 if lent.block is not None:
                     self._lent[lane, sending.next_sequence] = lent.block
-        encoded = encode_header(header, self.settings.limits)
+        if lane == CONTROL and self.ack_due:
+            header = header._replace(acks=self._state_received())
+        encoded = encode_header(header, self.settings.limits, None if header.kind == CHUNK else message.label)
         cost = len(encoded) + size
         if not beyond:
             allowance.spend(cost)
@@ -198,10 +200,14 @@ class Link:
         self._notice(CONTROL, Header(BYE, meta=finished))
 
     def _announce(self) -> None:
+        self._notice(CONTROL, Header(ACK, acks=self._state_received()))
+
+    def _state_received(self) -> tuple[int, int, int, int]:
+        """How far the peer's pieces have arrived here, and up to where it may send, on each lane: the peer is being told."""
         self.ack_due = self.ack_urgent = False
         self._unannounced_bytes = self._unannounced_pieces = 0
-        state = [n for lane in LANES for n in (self.receiving[lane].expected, self.windows[lane].announce())]
-        self._notice(CONTROL, Header(ACK, meta=state))
+        (control, bulk), (small, large) = self.receiving, self.windows
+        return control.expected, small.announce(), bulk.expected, large.announce()
 
     @property
     def idle(self) -> bool:
@@ -231,6 +237,8 @@ class Link:
         flags = header.flags
         if flags:
             check_flags(header.kind, flags)
+        if header.acks:
+            self._told(header.acks, now)
         if header.kind in _UNNUMBERED:
             return self._noticed(lane, header, now)
         if flags & SHARED:
@@ -308,15 +316,19 @@ class Link:
             self._acknowledge(header.meta, header.sequence, now)
             self.sending[header.meta].resume(header.sequence)
         elif header.kind == ACK:
-            state = header.meta
-            if not isinstance(state, list) or len(state) != 4 or any(type(n) is not int or n < 0 for n in state):
-                raise WireError(f"an invalid acknowledgement: {state!r:.60}")
-            for at, (upto, limit) in enumerate(((state[0], state[1]), (state[2], state[3]))):
-                self.allowances[at].grant(limit)
-                self._acknowledge(at, upto, now)
+            if not header.acks:
+                raise WireError("an acknowledgement that says nothing")
         elif header.kind == BYE:
             return endings.left(self.peer) if header.meta is True else endings.lost(self.peer, "it has closed its endpoint")
         return None
+
+    def _told(self, acks: Sequence[int], now: float) -> None:
+        """The peer has received so much, and accepts so much. Totals: what was told before, and arrives late, does no harm."""
+        if len(acks) != 2 * len(LANES):
+            raise WireError(f"an invalid acknowledgement: {acks!r:.60}")
+        for lane in LANES:
+            self.allowances[lane].grant(acks[2 * lane + 1])
+            self._acknowledge(lane, acks[2 * lane], now)
 
     def _acknowledge(self, lane: int, upto: int, now: float) -> None:
         done = self.sending[lane].acknowledge(upto)

@@ -29,6 +29,7 @@ class Outgoing:
         "cancelled",
         "exempt",
         "header",
+        "label",
         "lane",
         "lasting",
         "lost",
@@ -45,9 +46,18 @@ class Outgoing:
     )
 
     def __init__(
-        self, header: Header, frames: Sequence[memoryview], priority: int = 0, *, exempt: bool = False, lasting: bool = False
+        self,
+        header: Header,
+        frames: Sequence[memoryview],
+        priority: int = 0,
+        *,
+        exempt: bool = False,
+        lasting: bool = False,
+        label: bytes | None = None,
     ) -> None:
         self.header = header
+        self.label = label
+        """The header's tag and ``meta`` as bytes; None: not packed yet."""
         self.body = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
         self.priority = priority
         self.exempt = exempt
