@@ -116,6 +116,11 @@ class Link:
     # Time
 
     def next_deadline(self) -> float | None:
+        if self.state is State.OPEN and self.up and self.handshake.settled:  # the usual case, asked for with every message
+            control, bulk = self._silent(CONTROL), self._silent(BULK)
+            if control and bulk:
+                return min(self._progress_at) + self.settings.probe_s
+            return self._progress_at[CONTROL if control else BULK] + self.settings.probe_s if control or bulk else None
         times = self.handshake.deadlines()
         if self.state is State.OPEN:
             if not self.up:
@@ -161,7 +166,8 @@ class Link:
             return None
         beyond = message.beyond
         lasting = message.lasting and self._shares and self._shared is not None and self._shared.holds(message.body)
-        header, body, size = self.outbox.cut(message, sending.next_sequence, whole=lasting)
+        acks = self._state_received() if self.ack_due and lane == CONTROL else ()
+        header, body, size = self.outbox.cut(message, sending.next_sequence, whole=lasting, acks=acks)
         lent = None
         if body is not None and self._shared is not None and self._shares:
             lent = self._shared.lend(body)
@@ -170,8 +176,6 @@ class Link:
                 header, body = header._replace(flags=flags), memoryview(lent.descriptor)
                 if lent.block is not None:
                     self._lent[lane, sending.next_sequence] = lent.block
-        if lane == CONTROL and self.ack_due:
-            header = header._replace(acks=self._state_received())
         encoded = encode_header(header, self.settings.limits, None if header.kind == CHUNK else message.label)
         cost = len(encoded) + size
         if not beyond:
@@ -186,6 +190,15 @@ class Link:
             self._progress_at[lane] = now
             if lane == BULK:
                 self._busy_at = now
+
+    def owes_credit(self) -> bool:
+        """Whether the peer may send more than it knows of: then it is told with the next acknowledgement."""
+        control, bulk = self.windows
+        if not (control.stale or bulk.stale):
+            return False
+        self.ack_due = True
+        self.ack_urgent = self.ack_urgent or control.due or bulk.due
+        return True
 
     def take_notices(self) -> Sequence[tuple[int, bytes]]:
         """Short unnumbered messages that are due: (lane, header)."""

@@ -157,10 +157,11 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
         numbers = {"sequence": sequence, "message": message, "offset": offset, "nbytes": nbytes, "flags": flags}
         wrong = next(name for name, number in numbers.items() if type(number) is not int or number < 0)
         raise WireError(f"the header's {wrong} is {_shown(numbers[wrong])}")
-    if type(raw_acks) is not list or len(raw_acks) > _ACKS or (
-        raw_acks and any(type(number) is not int or number < 0 for number in raw_acks)
-    ):
+    if type(raw_acks) is not list or len(raw_acks) > _ACKS:
         raise WireError(f"the header's acks are {_shown(raw_acks)}")
+    for number in raw_acks:
+        if type(number) is not int or number < 0:
+            raise WireError(f"the header's acks contain {_shown(number)}")
     if nbytes > limits.message_bytes:
         raise WireError(f"a message claims to have {nbytes} bytes, above the limit of {limits.message_bytes}")
     if offset > nbytes:
@@ -185,16 +186,16 @@ def describe(
     payload: Payload, tag: Tag = (), *, sequence: int = 0, message: int = 0, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[Header, Sequence[memoryview]]:
     """The header of a whole message and its body, not copied. ``header.nbytes`` is the body's size (except for phantoms)."""
+    if type(payload) is ValuePayload:  # first: values are the most frequent
+        packed = packed_value(payload, limits)
+        if len(packed) <= limits.inline_value_bytes:
+            return Header(VALUE, tag, sequence, message, meta=payload.meta), ()
+        return Header(VALUE, tag, sequence, message, nbytes=len(packed), meta=crc32(packed)), (memoryview(packed),)
     if isinstance(payload, TensorPayload):
         header = Header(TENSOR, tag, sequence, message, payload.dtype, payload.shape, 0, payload.nbytes, meta=payload.meta)
         return header, payload.frames()
-    if isinstance(payload, PhantomPayload):
-        return Header(PHANTOM, tag, sequence, message, payload.dtype, payload.shape, 0, payload.nbytes, meta=payload.meta), ()
-    assert isinstance(payload, ValuePayload)
-    packed = packed_value(payload, limits)
-    if len(packed) <= limits.inline_value_bytes:
-        return Header(VALUE, tag, sequence, message, meta=payload.meta), ()
-    return Header(VALUE, tag, sequence, message, nbytes=len(packed), meta=crc32(packed)), (memoryview(packed),)
+    assert isinstance(payload, PhantomPayload)
+    return Header(PHANTOM, tag, sequence, message, payload.dtype, payload.shape, 0, payload.nbytes, meta=payload.meta), ()
 
 
 def open_body(header: Header, body: Buffer, limits: Limits = DEFAULT_LIMITS) -> Payload:
@@ -304,7 +305,8 @@ def _check_tag(tag: Sequence[Any], limits: Limits) -> None:
     if len(tag) > limits.tag_items:
         raise WireError(f"a tag has {len(tag)} items, above the limit of {limits.tag_items}")
     for item in tag:
-        if type(item) is not int and (not isinstance(item, str) or len(item) > limits.tag_characters):
+        kind = type(item)
+        if kind is not int and ((kind is not str and not isinstance(item, str)) or len(item) > limits.tag_characters):
             raise WireError(f"a tag contains {_shown(item)}; its items must be whole numbers and short strings")
 
 
