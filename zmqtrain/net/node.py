@@ -23,8 +23,9 @@ from zmqtrain.net.requests import Desk
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.switchboard import Switchboard
 from zmqtrain.net.transport import Transport
-from zmqtrain.wire.message import VALUE, describe, pack_label, packed_value
+from zmqtrain.wire.message import describe, pack_label, packed_value
 from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.value import ValuePayload
 
 
 class Node:
@@ -211,7 +212,8 @@ class Node:
         header, frames = describe(payload, tag, limits=limits)
         # The rest of the header is packed when its turn comes. What cannot be sent raises here, and later changes to the caller's
         # `meta` have no effect.
-        label = pack_label(header, limits, packed_value(payload, limits) if header.kind == VALUE and not header.nbytes else None)
+        packed = packed_value(payload, limits) if type(payload) is ValuePayload and not header.nbytes else None
+        label = pack_label(header, limits, packed)
         link = self._board.demand(to, f"room for {tag}")
         message = Outgoing(header, frames, priority, exempt=exempt, lasting=lasting, label=label)
         link.outbox.put(message)

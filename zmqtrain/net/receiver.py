@@ -56,7 +56,7 @@ class RouterReceiver:
         for number in range(BUDGET_MESSAGES):
             if receiver is None or router.closed:
                 return
-            if number == 1 and not router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if number == 1 and not int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return  # as after `Again`, which takes longer to raise; most often one message comes at a time
             try:
                 route = router.recv(zmq.NOBLOCK) if self._identity is None else self._route_of_caller(self._identity)

@@ -113,8 +113,9 @@ def encode_header(header: Header, limits: Limits = DEFAULT_LIMITS, label: bytes 
 def pack_label(header: Header, limits: Limits = DEFAULT_LIMITS, packed: bytes | None = None) -> bytes:
     """The header's tag and ``meta`` as bytes; later changes to them have no effect.
 
-    ``packed``: what `packed_value` returned for the same ``meta``. Raises `ValueError` or `TypeError` if the other side would refuse
-    a header with these.
+    ``packed``: what `packed_value` returned for the same ``meta``.
+
+    Raises `ValueError` or `TypeError` if the other side would refuse a header with these.
     """
     tag, meta = header.tag, header.meta
     try:
