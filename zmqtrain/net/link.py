@@ -166,8 +166,7 @@ class Link:
             return None
         beyond = message.beyond
         lasting = message.lasting and self._shares and self._shared is not None and self._shared.holds(message.body)
-        acks = self._state_received() if self.ack_due and lane == CONTROL else ()
-        header, body, size = self.outbox.cut(message, sending.next_sequence, whole=lasting, acks=acks)
+        header, body, size = self.outbox.cut(message, sending.next_sequence, whole=lasting)
         lent = None
         if body is not None and self._shared is not None and self._shares:
             lent = self._shared.lend(body)
@@ -213,14 +212,12 @@ class Link:
         self._notice(CONTROL, Header(BYE, meta=finished))
 
     def _announce(self) -> None:
-        self._notice(CONTROL, Header(ACK, acks=self._state_received()))
-
-    def _state_received(self) -> tuple[int, int, int, int]:
-        """How far the peer's pieces have arrived here, and up to where it may send, on each lane: the peer is being told."""
+        """Tell how far the peer's pieces have arrived here, and up to where it may send, on each lane."""
         self.ack_due = self.ack_urgent = False
         self._unannounced_bytes = self._unannounced_pieces = 0
         (control, bulk), (small, large) = self.receiving, self.windows
-        return control.expected, small.announce(), bulk.expected, large.announce()
+        state = (control.expected, small.announce(), bulk.expected, large.announce())
+        self._notice(CONTROL, Header(ACK, acks=state))
 
     @property
     def idle(self) -> bool:
@@ -250,8 +247,6 @@ class Link:
         flags = header.flags
         if flags:
             check_flags(header.kind, flags)
-        if header.acks:
-            self._told(header.acks, now)
         if header.kind in _UNNUMBERED:
             return self._noticed(lane, header, now)
         if flags & SHARED:
@@ -329,8 +324,7 @@ class Link:
             self._acknowledge(header.meta, header.sequence, now)
             self.sending[header.meta].resume(header.sequence)
         elif header.kind == ACK:
-            if not header.acks:
-                raise WireError("an acknowledgement that says nothing")
+            self._told(header.acks, now)
         elif header.kind == BYE:
             return endings.left(self.peer) if header.meta is True else endings.lost(self.peer, "it has closed its endpoint")
         return None

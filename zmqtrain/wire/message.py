@@ -70,7 +70,7 @@ class Header(NamedTuple):
     nbytes: int = 0
     #: Bits that only the link understands (`zmqtrain.net.flags`); 0 for whole messages.
     flags: int = 0
-    #: What the sender of this header has received, in numbers that only the link understands; empty if it says nothing of it.
+    #: In an acknowledgement: what its sender has received and may be sent, in numbers that only the link understands.
     acks: tuple[int, ...] = ()
     meta: Value = None
     version: int = WIRE_VERSION
