@@ -89,10 +89,10 @@ def test_a_process_that_takes_a_slot_again_finds_it_empty(shared: Region) -> Non
 def test_what_does_not_fit_is_said_with_its_figure(shared: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(shared, 0)
     arena.allocate(MIB)
-    with pytest.raises(HostMemoryError, match=r"a bucket needs 8 MB of contiguous shared memory; .* already uses 1.05 MB"):
+    with pytest.raises(HostMemoryError, match=r"a bucket needs 8.0 MB of contiguous shared memory; .* already uses 1.0 MB"):
         arena.allocate(8_000_000, "a bucket")
     monkeypatch.setattr(region, "available_bytes", lambda: 1_000_000)
-    with pytest.raises(HostMemoryError, match=r"a bucket needs 2 MB of shared memory, but only 1.05 MB are left on this host"):
+    with pytest.raises(HostMemoryError, match=r"a bucket needs 2.0 MB of shared memory, but only 1.0 MB are left on this host"):
         arena.allocate(2_000_000, "a bucket")
     monkeypatch.undo()
     arena.allocate(2_000_000, "a bucket")  # nothing of what was refused is taken

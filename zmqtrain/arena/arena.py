@@ -23,7 +23,6 @@ from zmqtrain.arena.allocator import Allocator
 from zmqtrain.arena.region import PAGE, Region
 from zmqtrain.arena.words import LINE, Words
 from zmqtrain.errors import HostMemoryError
-from zmqtrain.topology.rounded import rounded_amount
 
 _HEADER = struct.Struct("<8sIIQ")  # magic, version, slots, bytes per slot
 _MAGIC, _VERSION = b"zmqarena", 1
@@ -109,8 +108,8 @@ class Arena:
             start = self._allocator.take(nbytes)
             if start is None:
                 raise HostMemoryError(
-                    f"{what} needs {rounded_amount(nbytes)} of contiguous shared memory; this process may use "
-                    f"{rounded_amount(self._slot_bytes)} and already uses {rounded_amount(self._allocator.taken_bytes)}"
+                    f"{what} needs {nbytes / 1e6:.1f} MB of contiguous shared memory; this process may use "
+                    f"{self._slot_bytes / 1e6:.1f} MB and already uses {self._allocator.taken_bytes / 1e6:.1f} MB"
                 )
             stop = start + nbytes
             if stop > self._reserved:

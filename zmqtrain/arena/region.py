@@ -18,7 +18,6 @@ import psutil
 
 from zmqtrain.arena import futex
 from zmqtrain.errors import HostMemoryError
-from zmqtrain.topology.rounded import rounded_amount
 
 PAGE = mmap.PAGESIZE
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -52,7 +51,7 @@ class Region:
         except OSError as error:
             os.close(file)
             raise HostMemoryError(
-                f"cannot map {rounded_amount(nbytes)} of shared memory ({error.strerror}); {_remedy(error)}"
+                f"cannot map {nbytes / 1e9:.1f} GB of shared memory ({error.strerror}); {_remedy(error)}"
             ) from error
 
     @classmethod
@@ -68,7 +67,7 @@ class Region:
         except OSError as error:
             os.close(file)
             raise HostMemoryError(
-                f"cannot make {rounded_amount(nbytes)} of shared memory ({error.strerror}); {_remedy(error)}"
+                f"cannot make {nbytes / 1e9:.1f} GB of shared memory ({error.strerror}); {_remedy(error)}"
             ) from error
         return cls(file, nbytes, f"/proc/{os.getpid()}/fd/{file}")
 
@@ -94,12 +93,12 @@ class Region:
         left = available_bytes()
         if nbytes > left:
             raise HostMemoryError(
-                f"{what} needs {rounded_amount(nbytes)} of shared memory, but only {rounded_amount(left)} are left on this host"
+                f"{what} needs {nbytes / 1e6:.1f} MB of shared memory, but only {left / 1e6:.1f} MB are left on this host"
             )
         try:
             os.posix_fallocate(self._file, start, nbytes)
         except OSError as error:
-            raise HostMemoryError(f"{what} needs {rounded_amount(nbytes)} of shared memory: {error.strerror}") from error
+            raise HostMemoryError(f"{what} needs {nbytes / 1e6:.1f} MB of shared memory: {error.strerror}") from error
 
     def discard(self, start: int, nbytes: int) -> None:
         """Give the memory of whole pages back; they read as zeros afterwards."""
