@@ -127,9 +127,10 @@ def pack_label(header: Header, limits: Limits = DEFAULT_LIMITS, packed: bytes | 
         raise ValueError(f"the header of {header.kind} {tag} contains an integer of more than 64 bits") from error
     except WireError as error:
         raise ValueError(f"the header of {header.kind} {tag} cannot be sent: {error}") from error
-    if len(label) > limits.header_bytes - _REST_BYTES:
+    most = limits.header_bytes - _REST_BYTES
+    if len(label) > most:
         raise ValueError(
-            f"the header of {header.kind} {tag} takes {len(label):,} bytes, above the limit of {limits.header_bytes - _REST_BYTES:,}: "
+            f"the header of {header.kind} {tag} takes {len(label):,} bytes, above the limit of {most:,}: "
             "send its meta as a tensor, or as a value of its own"
         )
     return label
