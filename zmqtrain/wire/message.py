@@ -104,7 +104,7 @@ def encode_header(header: Header, limits: Limits = DEFAULT_LIMITS) -> bytes:
     data += crc32(data).to_bytes(_CHECK_BYTES, "little")
     if len(data) > limits.header_bytes:
         raise ValueError(
-            f"the header of {kind} {tag} takes {len(data)} bytes, above the limit of {limits.header_bytes}: "
+            f"the header of {kind} {tag} takes {len(data):,} bytes, above the limit of {limits.header_bytes:,}: "
             "send its meta as a tensor, or as a value of its own"
         )
     return data
@@ -114,12 +114,12 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
     """The header in ``data``, every field checked. Raises `WireError`; for another version `WireVersionError`."""
     size = len(data)
     if size > limits.header_bytes:
-        raise WireError(f"a header has {size} bytes, above the limit of {limits.header_bytes}")
+        raise WireError(f"a header has {size:,} bytes, above the limit of {limits.header_bytes:,}")
     if data[: len(_PREFIX)] != _PREFIX:
         _refuse(data)
     data, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
     if crc32(data) != int.from_bytes(check, "little"):
-        raise WireError(f"a header of {size} bytes was damaged on the way")
+        raise WireError(f"a header of {size:,} bytes was damaged on the way")
     fields = _unpack(data, limits.items)
     kind, raw_tag, sequence, message, dtype, raw_shape, offset, nbytes, meta, flags = fields[2:]
     if type(kind) is not str or not 0 < len(kind) <= limits.tag_characters:
@@ -131,9 +131,9 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
         if type(number) is not int or number < 0:
             raise WireError(f"the header's {name} is {_shown(number)}")
     if nbytes > limits.message_bytes:
-        raise WireError(f"a message claims to have {nbytes} bytes, above the limit of {limits.message_bytes}")
+        raise WireError(f"a message claims to have {nbytes:,} bytes, above the limit of {limits.message_bytes:,}")
     if offset > nbytes:
-        raise WireError(f"a frame claims to hold bytes from {offset} on in a message of {nbytes}")
+        raise WireError(f"a frame claims to hold bytes from {offset} on in a message of {nbytes:,}")
     if type(raw_shape) is not list or len(raw_shape) > limits.dimensions:
         raise WireError(f"the header's shape is {_shown(raw_shape)}")
     if type(dtype) is not str:
@@ -143,7 +143,7 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
     elif raw_shape:
         raise WireError(f"a header has the shape {raw_shape}, but no element type")
     if kind == VALUE and (dtype or nbytes > limits.value_bytes):
-        raise WireError(f"a value claims to have {nbytes} bytes and type {_shown(dtype)}; the limit is {limits.value_bytes}")
+        raise WireError(f"a value claims to have {nbytes:,} bytes and type {_shown(dtype)}; the limit is {limits.value_bytes:,}")
     if meta is not None:
         check_value(meta, limits.depth, limits.items)
     return Header(kind, tuple(raw_tag), sequence, message, dtype, tuple(raw_shape), offset, nbytes, meta, flags)
@@ -173,11 +173,11 @@ def open_body(header: Header, body: Buffer, limits: Limits = DEFAULT_LIMITS) -> 
         return PhantomPayload(math.prod(header.shape), header.dtype, header.meta)
     if header.kind == VALUE:
         if len(body) != header.nbytes:
-            raise WireError(f"{len(body)} bytes were received for a value of {header.nbytes}")
+            raise WireError(f"{len(body):,} bytes were received for a value of {header.nbytes:,}")
         if header.nbytes and crc32(body) != header.meta:
-            raise WireError(f"a value of {header.nbytes} bytes was damaged on the way")
+            raise WireError(f"a value of {header.nbytes:,} bytes was damaged on the way")
         return ValuePayload(unpack_value(body, limits) if header.nbytes else header.meta)
-    raise WireError(f"{len(body)} bytes of kind {_shown(header.kind)} are not a payload")
+    raise WireError(f"{len(body):,} bytes of kind {_shown(header.kind)} are not a payload")
 
 
 def encode(payload: Payload, tag: Tag = (), *, sequence: int = 0, message: int = 0) -> list[bytes | memoryview]:
@@ -196,7 +196,7 @@ def decode(frames: Sequence[Buffer], limits: Limits = DEFAULT_LIMITS) -> Message
     received = sum(len(frame) for frame in frames[1:])
     expected = 0 if header.kind == PHANTOM else header.nbytes
     if header.offset or received != expected:
-        raise WireError(f"{received} bytes from {header.offset} on were received, but a whole message has {expected}")
+        raise WireError(f"{received:,} bytes from {header.offset:,} on were received, but a whole message has {expected:,}")
     body = frames[1] if len(frames) == 2 else b"".join(frames[1:])
     return Message(header, open_body(header, body, limits))
 
@@ -211,7 +211,7 @@ def pack_value(value: Value, limits: Limits = DEFAULT_LIMITS) -> bytes:
     except WireError as error:
         raise ValueError(f"the value cannot be sent: {error}") from error
     if len(data) > limits.value_bytes:
-        raise ValueError(f"the value takes {len(data)} bytes, above the limit of {limits.value_bytes}: send it as a tensor")
+        raise ValueError(f"the value takes {len(data):,} bytes, above the limit of {limits.value_bytes:,}: send it as a tensor")
     return data
 
 
@@ -225,7 +225,7 @@ def packed_value(payload: ValuePayload, limits: Limits = DEFAULT_LIMITS) -> byte
 def unpack_value(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Value:
     """The value in ``data``. Raises `WireError`."""
     if len(data) > limits.value_bytes:
-        raise WireError(f"a value has {len(data)} bytes, above the limit of {limits.value_bytes}")
+        raise WireError(f"a value has {len(data):,} bytes, above the limit of {limits.value_bytes:,}")
     value: Value = _unpack(data, limits.value_items)
     check_value(value, limits.depth, limits.value_items)
     return value
@@ -287,16 +287,16 @@ def _check_elements(dtype: str, shape: list[Any], nbytes: int, limits: Limits) -
         count *= length
         extent *= length or 1  # a length of 0 must not hide others that overflow
     if extent > limits.message_bytes:
-        raise WireError(f"a header has the shape {shape} of {dtype}, above the limit of {limits.message_bytes} bytes")
+        raise WireError(f"a header has the shape {shape} of {dtype}, above the limit of {limits.message_bytes:,} bytes")
     if count != nbytes:
-        raise WireError(f"a header has {nbytes} bytes for {dtype}{shape}, which needs {count}")
+        raise WireError(f"a header has {nbytes:,} bytes for {dtype}{shape}, which needs {count:,}")
 
 
 def _unpack(data: Buffer, items: int) -> Any:
     try:
         return msgpack.unpackb(data, max_array_len=items, max_map_len=items, max_ext_len=0)
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise WireError(f"{len(data)} bytes are not msgpack within the limits: {error}") from error
+        raise WireError(f"{len(data):,} bytes are not msgpack within the limits: {error}") from error
 
 
 def _refuse(data: Buffer) -> NoReturn:
@@ -308,9 +308,9 @@ def _refuse(data: Buffer) -> NoReturn:
         magic = unpacker.unpack()
         version = unpacker.unpack()
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise WireError(f"{len(data)} bytes are not a message of zmqtrain") from error
+        raise WireError(f"{len(data):,} bytes are not a message of zmqtrain") from error
     if magic != MAGIC or type(version) is not int:
-        raise WireError(f"{len(data)} bytes are not a message of zmqtrain")
+        raise WireError(f"{len(data):,} bytes are not a message of zmqtrain")
     if version != WIRE_VERSION:
         raise WireVersionError(version)
     raise WireError(f"a header has {length} fields, but in version {WIRE_VERSION} it has {_LENGTH}")
