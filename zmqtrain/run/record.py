@@ -26,6 +26,7 @@ from zmqtrain.observe.summary import Summary
 from zmqtrain.observe.sums import EventSums
 from zmqtrain.run.ending import Ending
 from zmqtrain.run.report import LOG, headline
+from zmqtrain.topology.rounded import rounded_duration
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.model_file import model_lines
 from zmqtrain.versions import versions
@@ -236,11 +237,13 @@ class RunRecord:
         elif ending.error is not None:
             print(_failure_text(ending.error, None if directory.gone else directory.path), file=sys.stderr, flush=True)
         elif ending.status == "preempted":
-            self._view.note(f"preempted after step {self.stopped_at} ({seconds:.1f} s): {self._how_to_go_on()}")
+            self._view.note(f"preempted after step {self.stopped_at} ({rounded_duration(seconds)}): {self._how_to_go_on()}")
         elif self.stopped_at is not None:
-            self._view.note(f"{ending.status} after step {self.stopped_at} ({seconds:.1f} s): {self._how_to_go_on()}")
+            self._view.note(f"{ending.status} after step {self.stopped_at} ({rounded_duration(seconds)}): {self._how_to_go_on()}")
         else:
-            self._view.note(f"{ending.status} after {seconds:.1f} s{'' if directory.gone else f'; its files: {directory.path}'}")
+            self._view.note(
+                f"{ending.status} after {rounded_duration(seconds)}{'' if directory.gone else f'; its files: {directory.path}'}"
+            )
         for line in [*model_lines(directory.path, self.summary.steps), *self._unwritten_lines()]:
             self._view.note(line)
         return summary
