@@ -90,7 +90,7 @@ def test_a_short_job_is_trained_without_a_search(
     folder = tmp_path / "run"
     assert run_launch(file, options=LaunchOptions(run_dir=folder)) == 0
     shown = capsys.readouterr().out
-    assert "s ([tune] share), but it needs 3 more runs of 1 s each: no search" in shown
+    assert "s ([tune] share), but it needs 3 more runs of 1.0 s each: no search" in shown
     assert "setting: the most groups that still make it faster (g*), with the task's learning rate" in shown
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["trainings"]) == ("done", 0, ["omnivore/000"])

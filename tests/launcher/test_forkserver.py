@@ -143,3 +143,11 @@ async def test_an_entry_that_cannot_be_imported_is_an_error_at_once(monkeypatch:
     async with asyncio.timeout(30), ForkServer("forked_entries_that_are_not_there:main") as server:
         with pytest.raises(HostLostError):
             await start(server, DO="nothing")
+
+
+async def test_it_leaves_without_a_word(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Frozen objects cannot be freed, so what extension modules do at an exit would report them as leaks."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"))
+    async with asyncio.timeout(PATIENCE_S), ForkServer("says_bye:main") as server:
+        await server.pid()
+    assert capfd.readouterr() == ("", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zmqtrain.topology.rounded import rounded_amount, rounded_rate, rounded_size, rounded_time
+from zmqtrain.topology.rounded import rounded_amount, rounded_duration, rounded_rate, rounded_size, rounded_time
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,25 @@ from zmqtrain.topology.rounded import rounded_amount, rounded_rate, rounded_size
 )
 def test_times(seconds: float, text: str) -> None:
     assert rounded_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0"),
+        (4.05e-7, "405 ns"),
+        (0.9994, "999 ms"),
+        (0.9996, "1.0 s"),
+        (9.96, "10 s"),
+        (119.4, "119 s"),
+        (119.6, "2 min"),
+        (7170, "2 h"),
+        (7290, "2 h 2 min"),
+        (1e7, "2,777 h 47 min"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert rounded_duration(seconds) == text
 
 
 @pytest.mark.parametrize(

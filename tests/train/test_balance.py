@@ -24,7 +24,7 @@ def test_parts_follow_throughput() -> None:
     assert (decision.parts, decision.changed) == ((40, 20), True)
     assert decision.gain == pytest.approx(1.5)
     assert decision.reason == (
-        "worker 1 takes 0.6 s for its 30 samples, the fastest worker 0.3 s; the new parts should make steps 1.50 times as fast"
+        "worker 1 takes 600 ms for its 30 samples, the fastest worker 300 ms; the new parts should make steps 1.50 times as fast"
     )
 
 

@@ -160,5 +160,5 @@ def test_a_picture_of_trials_without_a_sound_loss() -> None:
     trial = Trial(0, Setting(1, 0.0, 0.1), 5, "probe", "grid", "because")
     assert "diverged" in trials_svg("bad", [(trial, Outcome.of([], updates=0, seconds=0.0))])
     both = trials_svg("with what starting takes", [(trial, Outcome(9, 1.0, 2.0, 1.0, whole_s=4.0))] * 2)
-    assert "time: 8 s in all, of which 2 s in steps" in both
+    assert "time: 8.0 s in all, of which 2.0 s in steps" in both
     assert both.count('x="253.75"') == 1  # from 3 s on

@@ -38,7 +38,7 @@ def test_a_short_one_is_not_and_the_rest_of_the_speeds_is_as_predicted() -> None
     assert speeds.known == pytest.approx({1: 4.0, 2: 2.0, 4: 1.0})
     assert done.reason == speeds.too_short
     assert done.reason == (
-        "the job takes about 100 s, so the search may take 11.1 s ([tune] share), but it needs 5 more runs of 20 s each: no search"
+        "the job takes about 100 s, so the search may take 11 s ([tune] share), but it needs 5 more runs of 20 s each: no search"
     )
 
 

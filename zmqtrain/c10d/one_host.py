@@ -128,8 +128,8 @@ def require_splits(lengths: Tensor, names: Sequence[str], what: str) -> None:
     if len(wrong):
         source, to = (int(each) for each in wrong[0])
         raise MismatchError(
-            f"{what}: {names[source]} sends {int(sent[source, to])} bytes to {names[to]}, which expects "
-            f"{int(expected[source, to])}: the input splits of one must be the output splits of the other"
+            f"{what}: {names[source]} sends {int(sent[source, to]):,} bytes to {names[to]}, which expects "
+            f"{int(expected[source, to]):,}: the input splits of one must be the output splits of the other"
         )
 
 

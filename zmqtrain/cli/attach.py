@@ -18,6 +18,8 @@ from zmqtrain.observe.run_directory import find_run
 from zmqtrain.observe.tail import Tail
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.placement import place
+from zmqtrain.topology.rounded import rounded_duration
+from zmqtrain.words import counted
 
 
 class Follower:
@@ -82,7 +84,7 @@ def _without_launcher(path: Path) -> int:
     summary = path / "summary.json"
     if summary.exists():
         values = json.loads(summary.read_text(encoding="utf-8"))
-        print(f"{values['status']} after {values['seconds']:.1f} s, {values['steps']} steps: {path}")
+        print(f"{values['status']} after {rounded_duration(values['seconds'])}, {counted(values['steps'], 'step')}: {path}")
         return int(values["exit_code"])
     lines = [f"the launcher of {path} has ended without finishing the run"]
     job = load_topology(path / "topology.toml").job
@@ -92,7 +94,8 @@ def _without_launcher(path: Path) -> int:
         elif state["agent"] == "running":
             most_s = job.timeout + job.alone
             lines.append(
-                f"  {host}: its agent is still running; it ends at most {most_s:g} s after its last contact with the launcher"
+                f"  {host}: its agent is still running; it ends at most {rounded_duration(most_s)} after its last contact "
+                "with the launcher"
             )
         else:
             code = f" (exit code {state['exit']})" if "exit" in state else ""

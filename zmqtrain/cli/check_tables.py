@@ -16,10 +16,9 @@ from zmqtrain.launcher.check.file import Finding
 from zmqtrain.launcher.preflight import HostReport, PreflightReport
 from zmqtrain.topology.faults import TopologyFaultsError
 from zmqtrain.topology.placement import Placement
-from zmqtrain.topology.rounded import rounded_size, rounded_time
+from zmqtrain.topology.rounded import rounded_rate, rounded_size, rounded_time
 from zmqtrain.topology.schema import Fault, Topology
 from zmqtrain.topology.toml_writer import write_value
-from zmqtrain.topology.units import format_rate
 from zmqtrain.versions import PACKAGES, versions
 
 #: The most rows of a printed table; there may be thousands of hosts and roles.
@@ -187,8 +186,7 @@ def _way(row: dict[str, Any]) -> str:
         return "[red]none[/]"
     if row["bandwidth"] is None:
         return "reached"
-    rate = float(f"{row['bandwidth']:.3g}")
-    return f"{format_rate(rate)}, {1e3 * row['round_trip_s']:.2g} ms"
+    return f"{rounded_rate(row['bandwidth'])}, {rounded_time(row['round_trip_s'])}"
 
 
 def _print_remedies(console: Console, checks: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from zmqtrain.cli.table import table_of
-from zmqtrain.topology.rounded import rounded_rate, rounded_time
+from zmqtrain.topology.rounded import rounded_amount, rounded_rate, rounded_time
 
 if TYPE_CHECKING:
     from zmqtrain.launcher.links import Links
@@ -52,7 +52,7 @@ def print_profile(profile: Profile, file: str | None) -> None:
     for size in measured.sizes:
         mark = "the fewest with the best throughput: b_p" if size.samples == measured.micro_batch else ""
         conv, fc_ = _spread(size.conv_s, size.conv_spread_s), _spread(size.fc_s, size.fc_spread_s)
-        table.add_row(str(size.samples), conv, fc_, f"{size.samples_per_s:,.0f}", f"{size.memory / 1e6:,.0f} MB", mark)
+        table.add_row(str(size.samples), conv, fc_, f"{size.samples_per_s:,.0f}", rounded_amount(size.memory), mark)
     console.print(table)
     for threads in measured.thread_counts:
         chosen = " (chosen)" if threads.threads == measured.threads else ""

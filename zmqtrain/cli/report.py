@@ -12,6 +12,7 @@ from zmqtrain.observe.report.page import page
 from zmqtrain.observe.report.read import read_run
 from zmqtrain.observe.run_directory import find_run, training_of
 from zmqtrain.observe.strict_json import dumps
+from zmqtrain.topology.rounded import rounded_size
 
 
 def run_report(names: Sequence[str], *, output: Path | None = None, json_lines: bool = False, open_it: bool = False) -> int:
@@ -34,5 +35,5 @@ def run_report(names: Sequence[str], *, output: Path | None = None, json_lines: 
     if open_it and webbrowser.open(target.absolute().as_uri()):
         print(f"opened {target.absolute()} in a browser")
         return 0
-    print(f"open {target.absolute()} in a browser ({target.stat().st_size / 1024:.0f} KiB; it needs nothing else)")
+    print(f"open {target.absolute()} in a browser ({rounded_size(target.stat().st_size)}; it needs nothing else)")
     return 0

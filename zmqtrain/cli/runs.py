@@ -102,9 +102,10 @@ def run_list(folder: Path, *, json_lines: bool = False) -> int:
     if not states:
         print(f"{folder.absolute()} contains no runs")
         return 0
-    table = table_of("run", "status", ">steps", ">samples", ">seconds", "evaluation")
+    table = table_of("run", "status", ">steps", ">samples", ">time", "evaluation")
     for path, state in zip(paths, states, strict=True):
-        numbers = [f"{state[key]:,.0f}" if state.get(key) is not None else "" for key in ("steps", "samples", "seconds")]
+        numbers = [f"{state[key]:,.0f}" if state.get(key) is not None else "" for key in ("steps", "samples")]
+        numbers.append(duration(state["seconds"]) if state.get("seconds") is not None else "")
         results = "  ".join(f"{key} {_short(value)}" for key, value in _results(state).items())
         table.add_row(path.name, str(state["status"]), *numbers, results)
     Console().print(table)

@@ -30,9 +30,11 @@ from zmqtrain.simulate.run import Options, resolved, simulate
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.plan import NOMINAL_FLOPS
+from zmqtrain.topology.rounded import rounded_duration
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
+from zmqtrain.words import counted
 
 SOURCES: tuple[FaultSource, ...] = ("file", "random", "none")
 #: Exit code if an invariant was broken.
@@ -134,7 +136,9 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
             "profile, or what zmqtrain profile --out has measured, for a real one's"
         )
     per_s = result.callbacks / took_s if took_s > 0 else 0.0
-    view.note(f"{result.seconds:.6g} virtual seconds (seed {seed}) took {took_s:.1f} s, {per_s:,.0f} callbacks a second")
+    view.note(
+        f"{result.seconds:.6g} virtual seconds (seed {seed}) took {rounded_duration(took_s)}, {per_s:,.0f} callbacks a second"
+    )
     if result.broken:
         raise InvariantError(seed, result.broken)
     return record.exit_code(result.ending)
@@ -158,15 +162,13 @@ def _many(topology: Topology, seeds: Sequence[int], source: FaultSource, jobs: i
             elif trial.broken:
                 print(_about(trial), flush=True)
             elif endings.total() % 100 == 0:
-                print(f"{endings.total()} seeds, {time.monotonic() - began:.0f} s", flush=True)
+                print(f"{endings.total():,} seeds, {rounded_duration(time.monotonic() - began)}", flush=True)
     except KeyboardInterrupt:
         interrupted = True
     if not json_lines:
         told = ", ".join(f"{count} {status}" for status, count in endings.most_common()) or "none"
-        print(
-            f"{'interrupted after ' if interrupted else ''}{endings.total()} seeds in {time.monotonic() - began:.1f} s: {told}; "
-            f"{len(broken)} broke an invariant"
-        )
+        took = f"{counted(endings.total(), 'seed')} in {rounded_duration(time.monotonic() - began)}"
+        print(f"{'interrupted after ' if interrupted else ''}{took}: {told}; {len(broken)} broke an invariant")
     if broken:
         first = broken[0].seed
         print(f"zmqtrain: seed {first} can be replayed with: {again} --seed {first}", file=sys.stderr)

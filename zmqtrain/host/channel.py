@@ -265,7 +265,7 @@ class Channels:
 def _deliver(posted: _Posted, source: int, content: Tensor) -> None:
     """Hand over a message that was read elsewhere."""
     if content.numel() != posted.target.numel():
-        error = ProtocolError(f"{posted.what}: {content.numel()} bytes were sent, but {posted.target.numel()} were expected")
+        error = ProtocolError(f"{posted.what}: {content.numel():,} bytes were sent, but {posted.target.numel():,} were expected")
         posted.done(source, error)
         return
     posted.target.copy_(content)

@@ -36,6 +36,7 @@ from zmqtrain.launcher.forkserver import (
     ended_by_itself,
     fork_for_messages,
     import_entry,
+    leave,
     serve,
 )
 from zmqtrain.launcher.namespaces import enter_network
@@ -118,6 +119,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     heed_no_preemption()
     be_zygote(requests, sys.argv[2])
+    leave()
 
 
 def be_zygote(requests: socket.socket, entry: str) -> None:

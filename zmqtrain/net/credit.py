@@ -45,7 +45,7 @@ class Window:
     def arrive(self, nbytes: int) -> None:
         """Bytes have arrived under credit. Raises `WireError` if the sender had no credit left."""
         if self.held + self.consumed >= self.announced:
-            raise WireError(f"{nbytes} bytes arrived without credit (window of {self.size} bytes)")
+            raise WireError(f"{nbytes:,} bytes arrived without credit (window of {self.size:,} bytes)")
         self.held += nbytes
 
     def consume(self, nbytes: int) -> None:

@@ -43,7 +43,7 @@ class Incoming:
         if header.kind not in (TENSOR, PHANTOM, VALUE):
             raise WireError(f"a message of the unknown kind {header.kind!r:.60}")
         if header.kind == VALUE and header.nbytes > limits.value_bytes:
-            raise WireError(f"a value of {header.nbytes} bytes was announced; the limit is {limits.value_bytes}")
+            raise WireError(f"a value of {header.nbytes:,} bytes was announced; the limit is {limits.value_bytes:,}")
         if not header.tag:
             raise WireError("a message without a tag")
         self.source = source
@@ -75,7 +75,7 @@ class Incoming:
 
         ``borrowed``: the body must not be used after this call."""
         if self.received + size > self.header.nbytes:
-            raise WireError(f"{self.received + size} bytes arrived for a message of {self.header.nbytes}")
+            raise WireError(f"{self.received + size:,} bytes arrived for a message of {self.header.nbytes:,}")
         if beyond:
             self.wanted = True
         else:

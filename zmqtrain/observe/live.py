@@ -18,6 +18,8 @@ from zmqtrain.observe.strict_json import dumps
 from zmqtrain.observe.summary import Summary, metrics_of
 from zmqtrain.observe.sums import SUMS, fields_of, mean_staleness
 from zmqtrain.observe.terminal import progress_line
+from zmqtrain.topology.rounded import rounded_duration, rounded_time
+from zmqtrain.words import counted
 
 #: Seconds between plain progress lines.
 LINE_EVERY_S = 1.0
@@ -271,9 +273,11 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in values["eval"].items())
     step, exposed = values["step_s"]["median"], values["exposed_communication_s"]["median"]
     rate = "" if values["samples_per_s"] is None else f", {values['samples_per_s']:,.0f} samples/s while training"
-    lines = [f"done in {_duration(seconds)}: {values['steps']} steps, {values['samples']:,} samples{rate}"]
+    lines = [
+        f"done in {rounded_duration(seconds)}: {counted(values['steps'], 'step')}, {counted(values['samples'], 'sample')}{rate}"
+    ]
     if step is not None:
-        lines.append(f"step {1e3 * step:.1f} ms (median), of which {1e3 * exposed:.1f} ms waiting for the network")
+        lines.append(f"step {rounded_time(step)} (median), of which {rounded_time(exposed)} waiting for the network")
     if values["staleness"]["histogram"]:
         lines.append(f"staleness {values['staleness']['mean']:.2f} (mean), {values['staleness']['max']} (max)")
     momentum = values["momentum"]
@@ -298,8 +302,3 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
     if metrics:
         lines.append(metrics)
     return [*lines, f"all results: {directory}"] if directory else lines
-
-
-def _duration(seconds: float) -> str:
-    """A run's duration as text; simulated runs may be very short."""
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

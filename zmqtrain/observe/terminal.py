@@ -9,6 +9,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from zmqtrain.topology.rounded import rounded_duration
+
 
 def progress_line(progress: Mapping[str, Any]) -> Table | Text:
     """A run's steps, of all, with a bar and the time left. ``progress``: `zmqtrain.observe.progress.Progress.to_dict`."""
@@ -28,15 +30,10 @@ def progress_line(progress: Mapping[str, Any]) -> Table | Text:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as people say them."""
+    """Seconds as people say them; unknown ones are ``"-"``."""
     if seconds is None:
         return "-"
-    if 0 < seconds < 1:
-        return f"{brief(1e3 * seconds)} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes = int(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+    return rounded_duration(seconds)
 
 
 def brief(value: float | None) -> str:

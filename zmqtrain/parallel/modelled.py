@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from zmqtrain.parallel.placed.tensor import Placed
 
@@ -44,7 +43,11 @@ class ModelledCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops_per_s: multiplications and additions a second.
         bytes_per_s: bytes a second that other operators write; 0: these take no time.
         """
+        # Imported here, because it imports triton where there is one, which takes every process a tenth of a second.
+        from torch.utils.flop_counter import flop_registry
+
         super().__init__()  # type: ignore[no-untyped-call]
+        self._formulas: Mapping[Any, Formula] = flop_registry
         self.flops = 0
         """Multiplications and additions so far."""
         self.spent_s = 0.0
@@ -59,7 +62,7 @@ class ModelledCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(each, Placed) for each in types):
             return NotImplemented  # the divided tensor's rule runs, and what it does on this process's part comes here
         result = func(*args, **kwargs)
-        formula: Formula | None = flop_registry.get(func.overloadpacket)
+        formula = self._formulas.get(func.overloadpacket)
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=result)
             self.flops += flops

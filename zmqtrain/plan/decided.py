@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.plan import Plan
+from zmqtrain.topology.rounded import rounded_size
 from zmqtrain.topology.schema import Topology
 
 #: The largest plan in bytes; a larger file is not a plan.
@@ -21,7 +22,7 @@ def read_plan(file: Path, option: str) -> Plan:
     """Read a plan that ``zmqtrain plan --save`` wrote. ``option``: the option or setting that errors name. Raises `UsageError`."""
     try:
         if file.stat().st_size > LARGEST_PLAN:
-            raise UsageError(f"{option} {file}: it is larger than {LARGEST_PLAN} bytes, so it cannot be a plan")
+            raise UsageError(f"{option} {file}: it is larger than {rounded_size(LARGEST_PLAN)}, so it cannot be a plan")
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{option} {file} cannot be read as a plan: {error}") from error

@@ -26,6 +26,7 @@ from zmqtrain.observe.summary import Summary
 from zmqtrain.observe.sums import EventSums
 from zmqtrain.run.ending import Ending
 from zmqtrain.run.report import LOG, headline
+from zmqtrain.topology.rounded import rounded_duration
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.model_file import model_lines
 from zmqtrain.versions import versions
@@ -100,6 +101,8 @@ class RunRecord:
         elif kind == "lost" and self._topology.elastic:
             self._losses.append(str(values["reason"]))
             self._view.note(f"continuing without {peer}: {values['reason']}")
+        elif kind == "no workers":
+            self._view.note(str(values["reason"]))
         elif kind == "backup" and values.get("alone"):
             self._view.note(f"warning: {values['reason']}")
         elif kind == "join" and values.get("late"):
@@ -157,7 +160,7 @@ class RunRecord:
         while (text := self._sinks.said()) is not None:
             self.note(text)
         values = dict(event.get("values") or {})
-        if line["kind"] == "view" and values.get("members") == [peer]:
+        if line["kind"] == "view" and values.get("members") == [peer] and self._topology.exchange.kind == "gossip":
             self.note(f"warning: {peer} is alone from step {line['step']} on: it has no other worker to gossip with")
         if line["kind"] == "warning":
             self._view.note(f"warning: {peer}: {values.get('text')}")
@@ -236,11 +239,13 @@ class RunRecord:
         elif ending.error is not None:
             print(_failure_text(ending.error, None if directory.gone else directory.path), file=sys.stderr, flush=True)
         elif ending.status == "preempted":
-            self._view.note(f"preempted after step {self.stopped_at} ({seconds:.1f} s): {self._how_to_go_on()}")
+            self._view.note(f"preempted after step {self.stopped_at} ({rounded_duration(seconds)}): {self._how_to_go_on()}")
         elif self.stopped_at is not None:
-            self._view.note(f"{ending.status} after step {self.stopped_at} ({seconds:.1f} s): {self._how_to_go_on()}")
+            self._view.note(f"{ending.status} after step {self.stopped_at} ({rounded_duration(seconds)}): {self._how_to_go_on()}")
         else:
-            self._view.note(f"{ending.status} after {seconds:.1f} s{'' if directory.gone else f'; its files: {directory.path}'}")
+            self._view.note(
+                f"{ending.status} after {rounded_duration(seconds)}{'' if directory.gone else f'; its files: {directory.path}'}"
+            )
         for line in [*model_lines(directory.path, self.summary.steps), *self._unwritten_lines()]:
             self._view.note(line)
         return summary

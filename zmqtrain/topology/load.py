@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from zmqtrain.topology.broken_rule import BrokenRule, Path
 from zmqtrain.topology.faults import FileFault, TopologyFaultsError, clean_path, faults_of
+from zmqtrain.topology.rounded import rounded_size
 from zmqtrain.topology.schema import RULES_ERROR, Topology
 from zmqtrain.topology.toml_lines import find_lines
 
@@ -72,7 +73,7 @@ def _read(file: FilePath) -> str:
     try:
         if file.stat().st_size > LARGEST_FILE:
             raise TopologyFaultsError(
-                [FileFault(str(file), "", None, f"is larger than {LARGEST_FILE} bytes, so it cannot be a topology file")]
+                [FileFault(str(file), "", None, f"is larger than {rounded_size(LARGEST_FILE)}, so it cannot be a topology file")]
             )
         return file.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
     except FileNotFoundError as error:

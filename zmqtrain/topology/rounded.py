@@ -17,6 +17,19 @@ def rounded_time(seconds: float) -> str:
     return _rounded(seconds, _TIMES) if abs(seconds) >= LEAST_S else "0"
 
 
+def rounded_duration(seconds: float) -> str:
+    """As people say how long something takes: like ``"830 ms"``, ``"4.6 s"``, ``"75 s"``, ``"12 min"`` or ``"3 h 5 min"``."""
+    if seconds < 0.9995:
+        return rounded_time(max(0.0, seconds))
+    if seconds < 119.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes = int(seconds / 60 + 0.5)
+    hours, rest = divmod(minutes, 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{hours:,} h {rest} min" if rest else f"{hours:,} h"
+
+
 def rounded_size(nbytes: float) -> str:
     """Like ``"244 MiB"``."""
     return _rounded(nbytes, _SIZES)

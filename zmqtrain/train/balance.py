@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zmqtrain.data.parts import parts_of
+from zmqtrain.topology.rounded import rounded_time
+from zmqtrain.words import counted
 
 #: The first decision comes after this many steps; the interval then doubles until it is the interval that was asked for.
 FIRST_STEPS = 4
@@ -57,7 +59,8 @@ def decide(parts: Sequence[int], sample_s: Sequence[float], *, least: int = 1) -
     after = [part * seconds for part, seconds in zip(better, sample_s, strict=True)]
     gain = max(before) / max(after)
     slowest = before.index(max(before))
-    told = f"worker {slowest} takes {max(before):.4g} s for its {current[slowest]} samples, the fastest worker {min(before):.4g} s"
+    longest, shortest = rounded_time(max(before)), rounded_time(min(before))
+    told = f"worker {slowest} takes {longest} for its {counted(current[slowest], 'sample')}, the fastest worker {shortest}"
     if gain < WORTH:
         return Decision(current, False, gain, f"{told}; other parts would make steps only {gain:.2f} times as fast")
     return Decision(better, True, gain, f"{told}; the new parts should make steps {gain:.2f} times as fast")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from zmqtrain.exchange.momentum import compensated, implicit_momentum
 from zmqtrain.plan.efficiency import fewest
+from zmqtrain.topology.rounded import rounded_duration
 from zmqtrain.tune.machine import Machine, values_of
 from zmqtrain.tune.race import Race, Runner, above, first_leg, pace
 from zmqtrain.tune.space import Space
@@ -40,7 +41,9 @@ class ColdStart(Machine):
             yield self._speed(groups)
         measured = {groups: self._update_s[groups] for groups in self._space.groups}
         found = fewest(measured)
-        self._decide("saturation", "the smallest number of groups that is as fast as any", groups=found, update_s=measured)
+        self._decide(
+            "saturation", f"{found}: the smallest number of groups that is as fast as any", groups=found, update_s=measured
+        )
         return found
 
     def _rates(self) -> Generator[Trial, Outcome, Runner | None]:
@@ -78,7 +81,7 @@ class ColdStart(Machine):
         """A leg of one, if there is time. Of several that none has been made of yet one is made in any case."""
         trial = self._leg(runner.setting, updates, phase, reason, runner.number)
         if self._race.leader is not None and not self._affords(trial, part=COLD):
-            self._enough(f"no longer trial of {runner.setting}")
+            self._enough(f"{runner.setting} gets no further trial")
             return False
         runner.tell(trial, (yield trial))
         return True
@@ -119,4 +122,5 @@ class ColdStart(Machine):
         return one > other + self._space.worse * abs(other)
 
     def _enough(self, then: str) -> None:
-        self._decide("time", f"the search has used its share of {self._space.limit_s:g} s: {then}", search_s=self.search_s)
+        most = rounded_duration(self._space.share * self._space.limit_s)
+        self._decide("time", f"the search may take {most} in all, too little to try more here: {then}", search_s=self.search_s)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, Self, TypeAlias
 
+from zmqtrain.topology.rounded import rounded_duration
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Baseline, Decision, Done, Outcome, Setting, Trial, Watch
 
@@ -194,7 +195,7 @@ class Machine(ABC):
         if self._finished:
             return Done(self._setting, "the job is complete", reached=True)
         if self.search_s + self.train_s >= self._space.limit_s:
-            return Done(self._setting, f"the time is up: {self._space.limit_s:g} s")
+            return Done(self._setting, f"the time is up: {rounded_duration(self._space.limit_s)}")
         return None
 
     def _give_up_above(self) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zmqtrain import svg
+from zmqtrain.topology.rounded import rounded_duration
 from zmqtrain.tune.trial import Outcome, Trial
 
 WIDTH, HEIGHT = 720, 360
@@ -45,7 +46,8 @@ def trials_svg(title: str, trials: Sequence[tuple[Trial, Outcome]]) -> str:
     parts += _legend(names)
     below = FRAME.top + 18 * len(groups) + 12
     parts += [svg.text(BESIDE, below, "filled: training"), svg.text(BESIDE, below + 18, "x: diverged")]
-    said = f"time: {time:.4g} s in all, of which {sum(end - begin for begin, end, _, _ in bars):.4g} s in steps; loss upwards"
+    steps_s = sum(end - begin for begin, end, _, _ in bars)
+    said = f"time: {rounded_duration(time)} in all, of which {rounded_duration(steps_s)} in steps; loss upwards"
     return svg.picture(title, WIDTH, HEIGHT, [*parts, svg.text(FRAME.x(0.5), HEIGHT - 10, said, "middle")])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zmqtrain.plan.efficiency import fewest
+from zmqtrain.topology.rounded import rounded_duration
 from zmqtrain.tune.machine import Life, Machine
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Done
@@ -56,6 +57,6 @@ class Speeds(Machine):
         if self.search_s + runs * run_s <= may_s:
             return None
         return (
-            f"the job takes about {job_s:.3g} s, so the search may take {may_s:.3g} s ([tune] share), but it needs {runs} more "
-            f"runs of {run_s:.3g} s each: no search"
+            f"the job takes about {rounded_duration(job_s)}, so the search may take {rounded_duration(may_s)} ([tune] share), but "
+            f"it needs {runs} more runs of {rounded_duration(run_s)} each: no search"
         )

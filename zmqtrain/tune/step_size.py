@@ -175,7 +175,7 @@ class StepSize(ColdStart):
         reason = "whether a lower learning rate reaches the target now"
         trial = replace(self._leg(lower, updates, "fall", reason, self._start), scored=1.0)  # what falls does so at once
         if updates < first_leg(self._space) or not self._affords(trial):
-            self._enough(f"the same learning rate at a loss of {begin:.4g}")
+            self._enough(f"the learning rate stays, at a loss of {begin:.4g}")
             decay.later(begin)
             return False
         outcome = yield trial

@@ -88,7 +88,7 @@ class TensorPayload:
         view = memoryview(buffer)
         nbytes = math.prod(shape) * info.itemsize
         if view.nbytes != nbytes or min(shape, default=0) < 0:
-            raise WireError(f"{view.nbytes} bytes were received for {dtype}{list(shape)}, which needs {nbytes}")
+            raise WireError(f"{view.nbytes:,} bytes were received for {dtype}{list(shape)}, which needs {nbytes:,}")
         if not nbytes:
             return cls(info, shape, np.empty(0, info.storage), None, meta)
         array = np.frombuffer(view, info.storage)

@@ -229,7 +229,7 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}; use an earlier checkpoint") from error
         if (found, now) != (size, crc):
-            what = f"it has {found} bytes instead of {size}" if found != size else "its CRC is wrong"
+            what = f"it has {found:,} bytes instead of {size:,}" if found != size else "its CRC is wrong"
             raise CheckpointError(f"{path} is damaged: {what}; use an earlier checkpoint")
 
 
@@ -250,7 +250,7 @@ def read_safetensors(path: Path) -> dict[str, TensorPayload]:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         length = int.from_bytes(mapped[:8], "little")
         if length > min(_LARGEST_HEADER, len(mapped) - 8):
-            raise ValueError(f"its header claims to have {length} bytes")
+            raise ValueError(f"its header claims to have {length:,} bytes")
         header = json.loads(bytes(mapped[8 : 8 + length]), object_pairs_hook=_once)
         data = mapped[8 + length :]
         tensors, before = {}, 0
@@ -290,7 +290,7 @@ def _content(path: Path, most: int) -> bytes:
     with path.open("rb") as file:
         content = file.read(min(path.stat().st_size, most) + 1)
     if len(content) > most:
-        raise ValueError(f"it has more than {most} bytes")
+        raise ValueError(f"it has more than {most:,} bytes")
     return content
 
 

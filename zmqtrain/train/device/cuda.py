@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zmqtrain.errors import HostMemoryError
+from zmqtrain.topology.rounded import rounded_amount
 from zmqtrain.train.device.accelerator import Event, Stream
 
 #: ``cudaHostRegisterPortable``: pinned for every context of the process.
@@ -54,8 +55,8 @@ class Cuda:
         if int(error):
             said = _runtime().cudaGetErrorString(error)
             raise HostMemoryError(
-                f"CUDA cannot pin {tensor.nbytes / 1e6:.1f} MB of host memory ({said}); raise the limit on locked memory (ulimit "
-                "-l)"
+                f"CUDA cannot pin {rounded_amount(tensor.nbytes)} of host memory ({said}); raise the limit on locked "
+                "memory (ulimit -l)"
             )
         return True
 
