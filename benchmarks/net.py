@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import zmq
+import zmq.asyncio
 
 from benchmarks.case import Case, case_of
 from benchmarks.processes import run_processes, together
@@ -27,6 +28,8 @@ TRIPS = 500
 SMALL = 5_000
 LEFT, RIGHT = "worker/0", "worker/1"
 WAIT_S = 60.0
+#: What bare sockets send as a small message: as many bytes as a header of ours.
+SMALL_BODY = bytes(60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,9 @@ class Measured:
     bare: list[float]
     chunked: list[float]
     trips: list[float]
-    small: float
+    small: list[float]
+    bare_trips: list[float]
+    bare_small: list[float]
 
 
 def bench_net(
@@ -62,13 +67,16 @@ def bench_net(
     size = f"{tensor_bytes / 1e6:g} MB"
     yield case_of("net", f"goodput, tensors of {size}", ours, "GB/s", f"bare pyzmq, frames of {size}", bare, "value/peer")
     yield case_of("net", f"goodput, tensors of {size}", ours, "GB/s", "bare pyzmq, frames of 1 MiB", chunked, "value/peer")
-    yield case_of("net", "request and answer", 1e6 * statistics.median(left.trips), "us")
-    yield case_of("net", "small messages one way", small / right.small, "1/s")
+    floor = "zmq.asyncio on the same loop"
+    trip, bare_trip = (1e6 * statistics.median(times) for times in (left.trips, left.bare_trips))
+    yield case_of("net", "request and answer", trip, "us", floor, bare_trip)
+    rate, bare_rate = (small / statistics.median(times) for times in (right.small, right.bare_small))
+    yield case_of("net", "small messages one way", rate, "1/s", floor, bare_rate, "value/peer")
 
 
 async def _measure(node: Node, plan: Plan) -> Measured:
     other = RIGHT if node.peer == LEFT else LEFT
-    measured = Measured([], [], [], [], 0.0)
+    measured = Measured([], [], [], [], [], [], [])
     moves = await _Moves.meet(node, plan)
     try:
         for turn in range(-1, plan.rounds):  # the first is to warm up
@@ -79,16 +87,25 @@ async def _measure(node: Node, plan: Plan) -> Measured:
                     getattr(measured, name).append(seconds)
     finally:
         moves.close()
-    await together(node, other, "trips")
-    if node.peer == LEFT:
-        for _ in range(plan.trips):
-            start = time.perf_counter()
-            await node.request(RIGHT, "together", "trip", timeout=WAIT_S)
-            measured.trips.append(time.perf_counter() - start)
-    await together(node, other, "small")
-    seconds = await _small(node, plan.small)
-    await together(node, other, "end")
-    return Measured(measured.ours, measured.bare, measured.chunked, measured.trips, seconds)
+    floor = await _Floor.meet(node)
+    try:
+        for turn in range(plan.rounds):
+            await together(node, other, f"trips {turn}")
+            if node.peer == LEFT:
+                for _ in range(plan.trips):
+                    start = time.perf_counter()
+                    await node.request(RIGHT, "together", "trip", timeout=WAIT_S)
+                    measured.trips.append(time.perf_counter() - start)
+            await together(node, other, f"bare trips {turn}")
+            measured.bare_trips.extend(await floor.trips(plan.trips))
+            await together(node, other, f"small {turn}")
+            measured.small.append(await _small(node, plan.small))
+            await together(node, other, f"bare small {turn}")
+            measured.bare_small.append(await floor.small(plan.small))
+        await together(node, other, "end")
+    finally:
+        floor.close()
+    return measured
 
 
 async def _small(node: Node, count: int) -> float:
@@ -99,6 +116,55 @@ async def _small(node: Node, count: int) -> float:
         else:
             await node.receive(LEFT, ("small",))
     return time.perf_counter() - start
+
+
+class _Floor:
+    """The least that small messages take with ZeroMQ's own asyncio sockets: one frame each, to a ROUTER, as ours."""
+
+    def __init__(self, left: bool, router: zmq.asyncio.Socket, dealer: zmq.asyncio.Socket) -> None:
+        self._left, self._router, self._dealer = left, router, dealer
+
+    @classmethod
+    async def meet(cls, node: Node) -> _Floor:
+        other = RIGHT if node.peer == LEFT else LEFT
+        context = zmq.asyncio.Context.instance()
+        router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+        router.setsockopt(zmq.RCVHWM, 0)
+        dealer.setsockopt(zmq.SNDHWM, 0)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.ROUTING_ID, f"{0:016x}/{node.peer}".encode())
+        await node.send(other, ("floor",), ValuePayload(router.bind_to_random_port("tcp://127.0.0.1")))
+        async with asyncio.timeout(WAIT_S):
+            port = await node.receive(other, ("floor",))
+        dealer.connect(f"tcp://127.0.0.1:{port.meta!r}")
+        return cls(node.peer == LEFT, router, dealer)
+
+    def close(self) -> None:
+        self._router.close()
+        self._dealer.close()
+
+    async def trips(self, count: int) -> list[float]:
+        took = []
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(count):
+                start = time.perf_counter()
+                if self._left:
+                    await self._dealer.send(SMALL_BODY)
+                await self._router.recv_multipart()
+                if not self._left:
+                    await self._dealer.send(SMALL_BODY)
+                took.append(time.perf_counter() - start)
+        return took
+
+    async def small(self, count: int) -> float:
+        start = time.perf_counter()
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(count):
+                if self._left:
+                    await self._dealer.send(SMALL_BODY)
+                else:
+                    await self._router.recv_multipart()
+        return time.perf_counter() - start
 
 
 class _Moves:

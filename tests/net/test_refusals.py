@@ -106,7 +106,7 @@ async def test_garbage_bytes_on_both_ports() -> None:
 
 async def test_garbage_in_messages_of_strangers(caplog: pytest.LogCaptureFixture) -> None:
     huge = Header("tensor", ("x",), dtype="float32", shape=(1,), nbytes=4)
-    declared = encode_header(huge).replace(b"\x04\xc0", b"\xcf" + (1 << 60).to_bytes(8) + b"\xc0")
+    declared = encode_header(huge).replace(b"\x04\x00\x90", b"\xcf" + (1 << 60).to_bytes(8) + b"\x00\x90")
     junk = [[b""], [b"junk"], [os.urandom(100)] * 5, [b"x" * 100_000, b"y"], [declared, b""], [encode_header(huge)[:-3], b"1234"]]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     async with pair() as (a, b):

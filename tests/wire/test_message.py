@@ -117,7 +117,7 @@ def test_no_copy_from_64_kib_up(dtype: str) -> None:
 
 @given(st.integers(0, 2**63), st.integers(0, 2**63), st.integers(0, 9), st.sampled_from(["ack", "credit", "hello"]), VALUES)
 def test_links_have_kinds_of_their_own(sequence: int, message: int, offset: int, kind: str, meta: Any) -> None:
-    header = Header(kind, ("x", 1), sequence, message, "", (), offset, 9, meta)
+    header = Header(kind, ("x", 1), sequence, message, "", (), offset, 9, meta=meta)
     assert decode_header(encode_header(header)) == header
     with pytest.raises(WireError, match="not a payload"):
         open_body(header, b"")
@@ -150,7 +150,9 @@ def fields(**changes: object) -> bytes:
     values = {
         "magic": MAGIC,
         "version": WIRE_VERSION,
-        **{key: value for key, value in header.items() if key != "version"},
+        **{key: value for key, value in header.items() if key not in ("tag", "meta", "version")},
+        "tag": header["tag"],
+        "meta": header["meta"],
         **changes,
     }
     return checked(bytes(msgpack.packb(list(values.values()))))
@@ -177,6 +179,10 @@ BAD: dict[str, dict[str, object]] = {
     "flags are text": {"flags": "+"},
     "sequence is text": {"sequence": "1"},
     "message is nothing": {"message": None},
+    "acks are negative": {"acks": [1, -1, 0, 0]},
+    "acks are nothing": {"acks": None},
+    "acks are many": {"acks": [1] * 5},
+    "acks hold a truth value": {"acks": [True, 0, 0, 0]},
     "dtype is unknown": {"dtype": "float33"},
     "dtype is bytes": {"dtype": b"float32"},
     "dtype is missing": {"dtype": ""},
@@ -217,14 +223,14 @@ def test_the_unchanged_fields_are_good() -> None:
     assert decode([fields(meta=nested(16)), bytes(24)]).payload.meta == nested(16)
 
 
-@pytest.mark.parametrize("field", range(11))
+@pytest.mark.parametrize("field", range(13))
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\xdc\x00\x01"])
 def test_towers_of_any_height_are_refused(field: int, opening: bytes) -> None:
     for height in (17, 100, 900, 990, 1000, 1010, 1020, 1030, 5000):
         members = [msgpack.packb(member) for member in msgpack.unpackb(fields()[:-4])]
         members[field] = opening * height + b"\x01"
         with pytest.raises(WireError):
-            decode([checked(b"\x9b" + b"".join(members)), bytes(24)])
+            decode([checked(b"\x9d" + b"".join(members)), bytes(24)])
 
 
 @given(st.data())
@@ -257,7 +263,7 @@ def test_bad_frames_are_refused() -> None:
         [b"GET / HTTP/1.1\r\n\r\n"],
         [fields(kind="phantom"), bytes(24)],
         [fields(flags=1), bytes(24)],
-        [checked(bytes(msgpack.packb([MAGIC, WIRE_VERSION, *range(10)]))), b""],
+        [checked(bytes(msgpack.packb([MAGIC, WIRE_VERSION, *range(11)]))), b""],
         [bytes(msgpack.packb([MAGIC, WIRE_VERSION, 1])), b""],
         [bytes(msgpack.packb({"magic": MAGIC})), b""],
     ):

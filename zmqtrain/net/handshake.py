@@ -116,6 +116,11 @@ class Handshake:
             self._hello_pause = min(self._hello_pause * 2, self._settings.hello_s * 8)
         return True
 
+    @property
+    def settled(self) -> bool:
+        """Whether `hello_due` and `late` do not change by themselves, so that there are no `deadlines`."""
+        return self.opened and self._hello_at is None and self._answer_by is None
+
     def deadlines(self) -> list[float]:
         """The times at which `hello_due` or `late` may change by themselves."""
         late_at = [] if self.opened or self._demanded_at is None else [self._demanded_at + self._settings.greet_s]

@@ -116,6 +116,11 @@ class Link:
     # Time
 
     def next_deadline(self) -> float | None:
+        if self.state is State.OPEN and self.up and self.handshake.settled:  # the usual case, asked for with every message
+            control, bulk = self._silent(CONTROL), self._silent(BULK)
+            if control and bulk:
+                return min(self._progress_at) + self.settings.probe_s
+            return self._progress_at[CONTROL if control else BULK] + self.settings.probe_s if control or bulk else None
         times = self.handshake.deadlines()
         if self.state is State.OPEN:
             if not self.up:
@@ -170,7 +175,7 @@ class Link:
                 header, body = header._replace(flags=flags), memoryview(lent.descriptor)
                 if lent.block is not None:
                     self._lent[lane, sending.next_sequence] = lent.block
-        encoded = encode_header(header, self.settings.limits)
+        encoded = encode_header(header, self.settings.limits, None if header.kind == CHUNK else message.label)
         cost = len(encoded) + size
         if not beyond:
             allowance.spend(cost)
@@ -185,6 +190,15 @@ class Link:
             if lane == BULK:
                 self._busy_at = now
 
+    def owes_credit(self) -> bool:
+        """Whether the peer may send more than it knows of: then it is told with the next acknowledgement."""
+        control, bulk = self.windows
+        if not (control.stale or bulk.stale):
+            return False
+        self.ack_due = True
+        self.ack_urgent = self.ack_urgent or control.due or bulk.due
+        return True
+
     def take_notices(self) -> Sequence[tuple[int, bytes]]:
         """Short unnumbered messages that are due: (lane, header)."""
         if self.ack_due:
@@ -198,10 +212,12 @@ class Link:
         self._notice(CONTROL, Header(BYE, meta=finished))
 
     def _announce(self) -> None:
+        """Tell how far the peer's pieces have arrived here, and up to where it may send, on each lane."""
         self.ack_due = self.ack_urgent = False
         self._unannounced_bytes = self._unannounced_pieces = 0
-        state = [n for lane in LANES for n in (self.receiving[lane].expected, self.windows[lane].announce())]
-        self._notice(CONTROL, Header(ACK, meta=state))
+        (control, bulk), (small, large) = self.receiving, self.windows
+        state = (control.expected, small.announce(), bulk.expected, large.announce())
+        self._notice(CONTROL, Header(ACK, acks=state))
 
     @property
     def idle(self) -> bool:
@@ -308,15 +324,18 @@ class Link:
             self._acknowledge(header.meta, header.sequence, now)
             self.sending[header.meta].resume(header.sequence)
         elif header.kind == ACK:
-            state = header.meta
-            if not isinstance(state, list) or len(state) != 4 or any(type(n) is not int or n < 0 for n in state):
-                raise WireError(f"an invalid acknowledgement: {state!r:.60}")
-            for at, (upto, limit) in enumerate(((state[0], state[1]), (state[2], state[3]))):
-                self.allowances[at].grant(limit)
-                self._acknowledge(at, upto, now)
+            self._told(header.acks, now)
         elif header.kind == BYE:
             return endings.left(self.peer) if header.meta is True else endings.lost(self.peer, "it has closed its endpoint")
         return None
+
+    def _told(self, acks: Sequence[int], now: float) -> None:
+        """The peer has received so much, and accepts so much. Totals: what was told before, and arrives late, does no harm."""
+        if len(acks) != 2 * len(LANES):
+            raise WireError(f"an invalid acknowledgement: {acks!r:.60}")
+        for lane in LANES:
+            self.allowances[lane].grant(acks[2 * lane + 1])
+            self._acknowledge(lane, acks[2 * lane], now)
 
     def _acknowledge(self, lane: int, upto: int, now: float) -> None:
         done = self.sending[lane].acknowledge(upto)

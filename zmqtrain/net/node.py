@@ -23,8 +23,9 @@ from zmqtrain.net.requests import Desk
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.switchboard import Switchboard
 from zmqtrain.net.transport import Transport
-from zmqtrain.wire.message import describe, encode_header, pack_value, unpack_value
+from zmqtrain.wire.message import describe, pack_label, packed_value
 from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.value import ValuePayload
 
 
 class Node:
@@ -207,13 +208,14 @@ class Node:
         self._check_open(f"room for {tag} to {to}")
         if to == self.peer:
             raise ValueError(f"{to} cannot send to itself")
-        header, frames = describe(payload, tag, limits=self.settings.limits)
-        if isinstance(header.meta, (list, tuple, dict)):
-            # The header is packed when its turn comes; later changes to the caller's `meta` must have no effect.
-            header = header._replace(meta=unpack_value(pack_value(header.meta)))
-            encode_header(header, self.settings.limits)  # raises here if it cannot be sent
+        limits = self.settings.limits
+        header, frames = describe(payload, tag, limits=limits)
+        # The rest of the header is packed when its turn comes. What cannot be sent raises here, and later changes to the caller's
+        # `meta` have no effect.
+        packed = packed_value(payload, limits) if type(payload) is ValuePayload and not header.nbytes else None
+        label = pack_label(header, limits, packed)
         link = self._board.demand(to, f"room for {tag}")
-        message = Outgoing(header, frames, priority, exempt=exempt, lasting=lasting)
+        message = Outgoing(header, frames, priority, exempt=exempt, lasting=lasting, label=label)
         link.outbox.put(message)
         self._board.touch(link)
         return link, message

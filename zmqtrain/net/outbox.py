@@ -29,6 +29,7 @@ class Outgoing:
         "cancelled",
         "exempt",
         "header",
+        "label",
         "lane",
         "lasting",
         "lost",
@@ -41,13 +42,24 @@ class Outgoing:
         "parked",
         "priority",
         "started",
+        "tag",
         "wanted_by_topic",
     )
 
     def __init__(
-        self, header: Header, frames: Sequence[memoryview], priority: int = 0, *, exempt: bool = False, lasting: bool = False
+        self,
+        header: Header,
+        frames: Sequence[memoryview],
+        priority: int = 0,
+        *,
+        exempt: bool = False,
+        lasting: bool = False,
+        label: bytes | None = None,
     ) -> None:
         self.header = header
+        self.tag: Tag = header.tag
+        self.label = label
+        """The header's tag and ``meta`` as bytes; None: not packed yet."""
         self.body = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
         self.priority = priority
         self.exempt = exempt
@@ -71,10 +83,6 @@ class Outgoing:
         """The message is the first of its tag, but an earlier one is still being sent on the other lane."""
         self.on_admitted: Callable[[], None] | None = None
         self.on_released: Callable[[], None] | None = None
-
-    @property
-    def tag(self) -> Tag:
-        return self.header.tag
 
     @property
     def finished(self) -> bool:
@@ -162,6 +170,8 @@ class Outbox:
 
     def next(self, lane: int, *, credit: bool) -> Outgoing | None:
         """The message of which a piece should be sent next over the lane."""
+        if not self._beyond[lane] and not self._heaps[lane]:
+            return None
         best = _top(self._beyond[lane], beyond=True)
         if credit:
             other = _top(self._heaps[lane], beyond=False)
@@ -183,10 +193,12 @@ class Outbox:
             if kind == PHANTOM and size < header.nbytes:
                 flags, size = flags | FOLLOWS, 0
         if message.offset == 0 and kind != CHUNK:
-            piece = header._replace(sequence=sequence, message=message.number, flags=flags)
+            # Not by `_replace`, which takes as long as all the rest.
+            tag, dtype, shape = header.tag, header.dtype, header.shape
+            piece = Header(kind, tag, sequence, message.number, dtype, shape, 0, header.nbytes, flags, meta=header.meta)
         else:
             meta = size if header.kind == PHANTOM else None
-            piece = Header(kind, (), sequence, message.number, offset=message.offset, nbytes=header.nbytes, meta=meta, flags=flags)
+            piece = Header(kind, (), sequence, message.number, "", (), message.offset, header.nbytes, flags, meta=meta)
         body = message.body[message.offset : message.offset + size] if len(message.body) else None
         message.offset += size
         message.outstanding += 1

@@ -142,9 +142,7 @@ class Switchboard:
     def consumed(self, peer: PeerId) -> None:
         """A message of the peer was taken: return credit if any is due."""
         link = self._links.get(peer)
-        if link is not None and any(window.stale for window in link.windows):
-            link.ack_due = True
-            link.ack_urgent = link.ack_urgent or any(window.due for window in link.windows)
+        if link is not None and link.owes_credit():
             self.touch(link)
 
     def traffic(self) -> dict[PeerId, tuple[int, int]]:

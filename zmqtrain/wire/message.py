@@ -3,10 +3,12 @@
 The header is a msgpack list. Its first two members, `MAGIC` and the version, never change, so that every release can tell
 messages of every other release from garbage; the rest depends on the version::
 
-    [magic, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, flags], followed by its CRC-32
+    [magic, version, kind, sequence, message, dtype, shape, offset, nbytes, flags, acks, tag, meta], followed by its CRC-32
+
+What a sender gives for a message, tag and meta, stands last: it is packed and checked when it is given, and appended as bytes.
 
 Kinds ``tensor``, ``phantom`` and ``value`` are payloads; a link may define its own kinds, whose ``meta`` only it understands.
-The flags belong to the link, too: they say how it carries these bytes.
+The flags and acks belong to the link, too: they say how it carries these bytes, and what it has received.
 
 Decoding raises only `WireError`, for anything that is not a message within the limits. Encoding raises `ValueError` or
 `TypeError` for a tag or value that the other side would refuse. Tuples within a ``meta`` arrive as lists.
@@ -31,7 +33,7 @@ from zmqtrain.wire.tensor import Buffer, TensorPayload
 from zmqtrain.wire.value import ValuePayload
 
 MAGIC: Final = "zmqt"
-WIRE_VERSION: Final = 3
+WIRE_VERSION: Final = 4
 
 TENSOR: Final = "tensor"
 PHANTOM: Final = "phantom"
@@ -66,9 +68,11 @@ class Header(NamedTuple):
     offset: int = 0
     #: The size of the message's whole body; for phantoms, of the body that is not sent.
     nbytes: int = 0
-    meta: Value = None
     #: Bits that only the link understands (`zmqtrain.net.flags`); 0 for whole messages.
     flags: int = 0
+    #: In an acknowledgement: what its sender has received and may be sent, in numbers that only the link understands.
+    acks: tuple[int, ...] = ()
+    meta: Value = None
     version: int = WIRE_VERSION
 
 
@@ -80,34 +84,56 @@ class Message:
     payload: Payload
 
 
-_LENGTH: Final = 12
+_LENGTH: Final = 13
+#: The most numbers in a header's ``acks``.
+_ACKS: Final = 4
 #: A header is followed by the CRC-32 of its bytes. TCP's own 16-bit checksum misses one error in some ten thousand, and a wrong
 #: step or size does harm far from its origin. (Tensors have no checksum: that would cost as much as copying them.)
 _CHECK_BYTES: Final = 4
+#: The most bytes of the fields that the link fills in: names, a shape, a dozen numbers.
+_REST_BYTES: Final = 1024
 _pack = msgpack.packb
-#: The first bytes of every header of this version: a list of 12, the magic, the version.
+#: The first bytes of every header of this version: a list of 13, the magic, the version.
 _PREFIX: Final = bytes(_pack([MAGIC, WIRE_VERSION, *[None] * (_LENGTH - 2)])[: len(MAGIC) + 3])
 
 
-def encode_header(header: Header, limits: Limits = DEFAULT_LIMITS) -> bytes:
-    """The header's bytes. Raises `ValueError` or `TypeError` if the other side would refuse its tag or ``meta``."""
-    kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, flags, version = header
+def encode_header(header: Header, limits: Limits = DEFAULT_LIMITS, label: bytes | None = None) -> bytes:
+    """The header's bytes. Raises `ValueError` or `TypeError` if the other side would refuse its tag or ``meta``.
+
+    ``label``: what `pack_label` returned for both.
+    """
+    if label is None:
+        label = pack_label(header, limits)
+    kind, _, sequence, message, dtype, shape, offset, nbytes, flags, acks, _, version = header
+    data: bytes = _pack((MAGIC, version, kind, sequence, message, dtype, shape, offset, nbytes, flags, acks, None, None))
+    data = data[:-2] + label
+    return data + crc32(data).to_bytes(_CHECK_BYTES, "little")
+
+
+def pack_label(header: Header, limits: Limits = DEFAULT_LIMITS, packed: bytes | None = None) -> bytes:
+    """The header's tag and ``meta`` as bytes; later changes to them have no effect.
+
+    ``packed``: what `packed_value` returned for the same ``meta``.
+
+    Raises `ValueError` or `TypeError` if the other side would refuse a header with these.
+    """
+    tag, meta = header.tag, header.meta
     try:
-        data: bytes = _pack((MAGIC, version, kind, tag, sequence, message, dtype, shape, offset, nbytes, meta, flags))
         _check_tag(tag, limits)
-        if meta is not None:
+        if meta is not None and packed is None:
             check_value(meta, limits.depth, limits.items)
+        label: bytes = _pack(tag) + (_pack(meta) if packed is None else packed)
     except OverflowError as error:
-        raise ValueError(f"the header of {kind} {tag} contains an integer of more than 64 bits") from error
+        raise ValueError(f"the header of {header.kind} {tag} contains an integer of more than 64 bits") from error
     except WireError as error:
-        raise ValueError(f"the header of {kind} {tag} cannot be sent: {error}") from error
-    data += crc32(data).to_bytes(_CHECK_BYTES, "little")
-    if len(data) > limits.header_bytes:
+        raise ValueError(f"the header of {header.kind} {tag} cannot be sent: {error}") from error
+    most = limits.header_bytes - _REST_BYTES
+    if len(label) > most:
         raise ValueError(
-            f"the header of {kind} {tag} takes {len(data):,} bytes, above the limit of {limits.header_bytes:,}: "
+            f"the header of {header.kind} {tag} takes {len(label):,} bytes, above the limit of {most:,}: "
             "send its meta as a tensor, or as a value of its own"
         )
-    return data
+    return label
 
 
 def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
@@ -121,15 +147,23 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
     if crc32(data) != int.from_bytes(check, "little"):
         raise WireError(f"a header of {size:,} bytes was damaged on the way")
     fields = _unpack(data, limits.items)
-    kind, raw_tag, sequence, message, dtype, raw_shape, offset, nbytes, meta, flags = fields[2:]
+    kind, sequence, message, dtype, raw_shape, offset, nbytes, flags, raw_acks, raw_tag, meta = fields[2:]
     if type(kind) is not str or not 0 < len(kind) <= limits.tag_characters:
         raise WireError(f"the header's kind is {_shown(kind)}")
     if type(raw_tag) is not list:
         raise WireError(f"the header's tag is {_shown(raw_tag)}")
     _check_tag(raw_tag, limits)
-    for name, number in (("sequence", sequence), ("message", message), ("offset", offset), ("nbytes", nbytes), ("flags", flags)):
+    if not type(sequence) is type(message) is type(offset) is type(nbytes) is type(flags) is int or (
+        sequence < 0 or message < 0 or offset < 0 or nbytes < 0 or flags < 0
+    ):
+        numbers = {"sequence": sequence, "message": message, "offset": offset, "nbytes": nbytes, "flags": flags}
+        wrong = next(name for name, number in numbers.items() if type(number) is not int or number < 0)
+        raise WireError(f"the header's {wrong} is {_shown(numbers[wrong])}")
+    if type(raw_acks) is not list or len(raw_acks) > _ACKS:
+        raise WireError(f"the header's acks are {_shown(raw_acks)}")
+    for number in raw_acks:
         if type(number) is not int or number < 0:
-            raise WireError(f"the header's {name} is {_shown(number)}")
+            raise WireError(f"the header's acks contain {_shown(number)}")
     if nbytes > limits.message_bytes:
         raise WireError(f"a message claims to have {nbytes:,} bytes, above the limit of {limits.message_bytes:,}")
     if offset > nbytes:
@@ -146,23 +180,24 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
         raise WireError(f"a value claims to have {nbytes:,} bytes and type {_shown(dtype)}; the limit is {limits.value_bytes:,}")
     if meta is not None:
         check_value(meta, limits.depth, limits.items)
-    return Header(kind, tuple(raw_tag), sequence, message, dtype, tuple(raw_shape), offset, nbytes, meta, flags)
+    tag, shape, acks = tuple(raw_tag), tuple(raw_shape), tuple(raw_acks)
+    return Header(kind, tag, sequence, message, dtype, shape, offset, nbytes, flags, acks, meta)
 
 
 def describe(
     payload: Payload, tag: Tag = (), *, sequence: int = 0, message: int = 0, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[Header, Sequence[memoryview]]:
     """The header of a whole message and its body, not copied. ``header.nbytes`` is the body's size (except for phantoms)."""
+    if type(payload) is ValuePayload:  # first: values are the most frequent
+        packed = packed_value(payload, limits)
+        if len(packed) <= limits.inline_value_bytes:
+            return Header(VALUE, tag, sequence, message, meta=payload.meta), ()
+        return Header(VALUE, tag, sequence, message, nbytes=len(packed), meta=crc32(packed)), (memoryview(packed),)
     if isinstance(payload, TensorPayload):
-        header = Header(TENSOR, tag, sequence, message, payload.dtype, payload.shape, 0, payload.nbytes, payload.meta)
+        header = Header(TENSOR, tag, sequence, message, payload.dtype, payload.shape, 0, payload.nbytes, meta=payload.meta)
         return header, payload.frames()
-    if isinstance(payload, PhantomPayload):
-        return Header(PHANTOM, tag, sequence, message, payload.dtype, payload.shape, 0, payload.nbytes, payload.meta), ()
-    assert isinstance(payload, ValuePayload)
-    packed = packed_value(payload, limits)
-    if len(packed) <= limits.inline_value_bytes:
-        return Header(VALUE, tag, sequence, message, meta=payload.meta), ()
-    return Header(VALUE, tag, sequence, message, nbytes=len(packed), meta=crc32(packed)), (memoryview(packed),)
+    assert isinstance(payload, PhantomPayload)
+    return Header(PHANTOM, tag, sequence, message, payload.dtype, payload.shape, 0, payload.nbytes, meta=payload.meta), ()
 
 
 def open_body(header: Header, body: Buffer, limits: Limits = DEFAULT_LIMITS) -> Payload:
@@ -272,7 +307,8 @@ def _check_tag(tag: Sequence[Any], limits: Limits) -> None:
     if len(tag) > limits.tag_items:
         raise WireError(f"a tag has {len(tag)} items, above the limit of {limits.tag_items}")
     for item in tag:
-        if type(item) is not int and (not isinstance(item, str) or len(item) > limits.tag_characters):
+        kind = type(item)
+        if kind is not int and ((kind is not str and not isinstance(item, str)) or len(item) > limits.tag_characters):
             raise WireError(f"a tag contains {_shown(item)}; its items must be whole numbers and short strings")
 
 
