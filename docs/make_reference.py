@@ -314,6 +314,7 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "continued": ("Another launcher has taken over the run", "`epoch`"),
     "leave": ("A member has done its work and left", "`peer`, `reason`"),
     "exit": ("A process has ended", "`peer`, `host`, `exit_code` (negative: the signal), `reason`"),
+    "no workers": ("All workers are lost, and one is started again: the run waits for it", "`wait_s`, `reason`"),
     "not elastic": ("A worker has said that the run cannot go on without any of them", "`peer`, `reason`"),
     "backup": (
         "A shard of a run with replicas is on a second server from now on, or on one only",

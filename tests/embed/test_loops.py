@@ -28,6 +28,21 @@ EXCHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+#: Groups and their sizes. A loop that every exchange trains has two groups of two workers with some exchanges only; it has groups
+#: of two, and two groups, with one in step and with one that is not. What is refused may depend on both.
+SHAPES = {
+    ALLREDUCE: [(2, 2), (1, 2), (2, 1)],
+    SYNC: [(2, 2), (1, 2), (2, 1)],
+    ASYNC: [(1, 2)],
+    GOSSIP: [(2, 2), (2, 1)],
+    AVERAGING: [(2, 2), (2, 1)],
+}
+
+
+def shape_of(each: Row, kind: str) -> tuple[int, int]:
+    return SHAPES[kind][0 if each.refused else (ROWS.index(each) + KINDS.index(kind)) % len(SHAPES[kind])]
+
+
 def parameters(loop: Loop) -> Tensor:
     return torch.cat([parameter.detach().double().reshape(-1) for parameter in loop.model.parameters()])
 
@@ -49,8 +64,9 @@ def in_sessions(each: Row, kind: str) -> list[tuple[Tensor, list[float]]]:
         loops[session.rank] = loop = Loop(session, [place], each.dtype)
         each.run(loop)
 
+    groups, size = shape_of(each, kind)
     # Two buckets a model: each more is as many messages again.
-    compute = {"groups": 1 if kind == ASYNC else 2, "group_size": 2, "bucket_size": 64 * each.dtype.itemsize}
+    compute = {"groups": groups, "group_size": size, "bucket_size": 64 * each.dtype.itemsize}
     run_sessions(topology_of(compute=compute, exchange=EXCHANGES[kind]), program)
     return [(parameters(loop), loop.seen) for _, loop in sorted(loops.items())]
 
@@ -63,7 +79,8 @@ def test_a_loop_is_one_process_or_refused(each: Row, kind: str) -> None:
         with pytest.raises((TaskError, UsageError), match=each.refused[kind]):
             in_sessions(each, kind)
         return
-    expected, seen = in_one_process(each.name, (0, 1, 2, 3) if kind in (ALLREDUCE, SYNC) else (0, 1))
+    groups, size = shape_of(each, kind)
+    expected, seen = in_one_process(each.name, tuple(range(groups * size if kind in (ALLREDUCE, SYNC) else size)))
     for ours, ours_seen in in_sessions(each, kind):
         torch.testing.assert_close(ours, expected, rtol=each.tolerance, atol=each.tolerance)
         assert ours_seen == pytest.approx(seen, rel=1e-9, abs=1e-9)

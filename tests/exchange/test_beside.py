@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.collectives.world import endpoints
+from zmqtrain.errors import PeerLostError
 from zmqtrain.exchange.base import Replica
 from zmqtrain.exchange.beside import Beside
 from zmqtrain.net.endpoint import Endpoint
@@ -35,8 +36,8 @@ class Buffers:
         self.buffer, self.taken = payload.tensor.clone(), about
 
 
-def beside_of(node: Endpoint, buffers: Any, *, begun: bool) -> Beside:
-    return Beside(node, cast(Replica, buffers), lambda: begun, timeout_s=5.0)
+def beside_of(node: Endpoint, buffers: Any, *, begun: bool, late: bool = False) -> Beside:
+    return Beside(node, cast(Replica, buffers), lambda: begun, late=late, timeout_s=5.0)
 
 
 async def test_it_takes_what_one_has_that_has_begun_at_the_end_of_a_step() -> None:
@@ -69,3 +70,12 @@ async def test_nothing_is_taken_where_nobody_has_begun_that_is_there() -> None:
         nodes[2].forget("worker/1", "it is lost")
         await beside_of(nodes[2], late, begun=False).take(["worker/0", "worker/1", "worker/2"])
         assert late.taken is None
+
+
+async def test_what_nobody_has_any_more_is_missed() -> None:
+    """The second one has come late, too, and the first one is lost: the initial buffers would be something else."""
+    async with endpoints(3) as nodes:
+        beside_of(nodes[1], Buffers(1.0), begun=False, late=True)
+        nodes[2].forget("worker/0", "it is lost")
+        with pytest.raises(PeerLostError, match="none is left that has what servers do not keep: mean, seen"):
+            await beside_of(nodes[2], Buffers(0.0), begun=False, late=True).take(["worker/0", "worker/1", "worker/2"])

@@ -2,6 +2,8 @@
 
 ``program.py --ranks=PACKAGES EXAMPLE ARGUMENTS ...``: two ranks of it, with what torchrun would tell them. They are forked once
 torch and these packages are imported: each rank would otherwise take seconds for them, and torchrun for torch.
+
+Where ``EVERY`` is a number, examples train on every image of so many.
 """
 
 import os
@@ -10,11 +12,26 @@ import socket
 import sys
 from importlib import import_module
 
+import digits
+from torch.utils.data import TensorDataset
+
 from tests.torchvision_operators import define
+
+
+def fewer(every: int) -> None:
+    """Examples load every image of so many."""
+    whole = digits.load
+
+    def load() -> tuple[TensorDataset, TensorDataset]:
+        train, test = whole()
+        return TensorDataset(*train[::every]), TensorDataset(*test[::every])
+
+    digits.load = load
 
 
 def example() -> None:
     """Run what the arguments say."""
+    fewer(int(os.environ.get("EVERY", "1")))
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

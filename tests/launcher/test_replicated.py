@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.launcher.launched import Launched
 from tests.launcher.test_elastic import TASK
+from tests.patience import PATIENCE_S
 
-STEPS = 1000  # the new server needs time to join
+#: What comes before the task: step 30 takes until the server is killed, step 60 until another one has come in its place.
+LOSS = """
+import time
+from pathlib import Path
+
+calls = 0
+
+def loss(output, target):
+    global calls
+    calls += 1
+    file = {30: "killed", 60: "joined"}.get(calls)
+    end = time.monotonic() + 60
+    while file and not Path(file).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return torch.nn.functional.mse_loss(output, target)
+
+def task"""
+STEPS = 200
 TOPOLOGY = """
 [job]
 task = "task.py"
 steps = {steps}
-timeout = "20 s"
+timeout = "60 s"
 oversubscribe = true
 restarts = 1
-eval_every = 500
+eval_every = 100
 [compute]
 groups = 3
 batch_size = 8
@@ -33,20 +53,35 @@ events_per_s = "all"
 """
 
 
+def events_of(run: Launched) -> list[dict[str, Any]]:
+    lines = (run.run / "events.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def backups_of(run: Launched) -> list[tuple[int, str | None]]:
+    return [(event["values"]["shard"], event["values"]["backup"]) for event in events_of(run) if event["kind"] == "backup"]
+
+
 @pytest.mark.parametrize("staleness", ["async", "sync"])
 def test_a_server_is_killed_and_its_successor_becomes_the_backup(tmp_path: Path, staleness: str) -> None:
-    (tmp_path / "task.py").write_text(TASK)
+    task = TASK.replace("torch.nn.functional.mse_loss", "loss").replace("\ndef task", LOSS, 1)
+    (tmp_path / "task.py").write_text(task.replace("lr=0.02", "lr=0.1"))
     (tmp_path / "trial.toml").write_text(TOPOLOGY.format(staleness=staleness, steps=STEPS))
     with Launched(tmp_path, "trial.toml") as run:
         workers = {int(match[1]) for match in run.wait_for(r"worker/\d \| ready (\d+)", 3)}
         run.wait_for(r"^step ")
         siblings = psutil.Process(min(workers)).parent().children()  # type: ignore[union-attr]
         next(process for process in siblings if process.pid not in workers).kill()
+        (tmp_path / "killed").touch()
+        end = time.monotonic() + PATIENCE_S
+        while len(backups_of(run)) < 6 and time.monotonic() < end:  # what is missing is shown below
+            time.sleep(0.02)
+        (tmp_path / "joined").touch()
         assert run.end() == 0, run
-        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+        events = events_of(run)
         (lost,) = [event["values"]["peer"] for event in events if event["kind"] == "lost"]
         shard, other = (0, "server/1") if lost == "server/0" else (1, "server/0")
-        backups = [(event["values"]["shard"], event["values"]["backup"]) for event in events if event["kind"] == "backup"]
+        backups = backups_of(run)
         assert sorted(backups[:2]) == [(0, "server/1"), (1, "server/0")]
         assert sorted(backups[2:4]) == [(0, None), (1, None)]
         assert sorted(backups[4:]) == [(0, lost), (1, lost)]

@@ -26,10 +26,16 @@ class Table:
     """A roster with the bookkeeping that a coordinator does: what each request was answered, who was told what."""
 
     def __init__(
-        self, expected: list[Member], *, elastic: bool = False, replicated: bool = False, spare: list[Member] | None = None
+        self,
+        expected: list[Member],
+        *,
+        elastic: bool = False,
+        lasting: bool = False,
+        replicated: bool = False,
+        spare: list[Member] | None = None,
     ) -> None:
         chains = Chains([member.peer for member in expected if member.kind == "server"]) if replicated else None
-        self.roster = Roster(expected, TIMEOUTS, now=0.0, elastic=elastic, chains=chains, spare=spare or ())
+        self.roster = Roster(expected, TIMEOUTS, now=0.0, elastic=elastic, lasting=lasting, chains=chains, spare=spare or ())
         self.expected, self.now = expected, 0.0
         self.answers: dict[int, Any] = {}
         self.told: list[tuple[str, str]] = []
@@ -86,9 +92,16 @@ class Table:
         self.take(self.roster.handle_leave(peer, self.now))
 
     def exited(
-        self, peer: str, code: int, report: dict[str, Any] | None = None, *, stopped: bool = False, agent: str = "agent/h0"
+        self,
+        peer: str,
+        code: int,
+        report: dict[str, Any] | None = None,
+        *,
+        stopped: bool = False,
+        again: bool = False,
+        agent: str = "agent/h0",
     ) -> None:
-        self.take(self.roster.handle_exited(agent, peer, code, report, stopped=stopped, now=self.now))
+        self.take(self.roster.handle_exited(agent, peer, code, report, stopped=stopped, again=again, now=self.now))
 
     def error(self, ticket: int) -> ZmqTrainError:
         assert isinstance(self.answers[ticket], ZmqTrainError)

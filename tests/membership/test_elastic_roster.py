@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.membership.table import TIMEOUTS, Table, members
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, UsageError, ViewChangedError
+from zmqtrain.membership.roster import Roster
 from zmqtrain.membership.state import State
 from zmqtrain.membership.view import Member, View
 
@@ -91,6 +92,74 @@ def test_the_last_worker_s_kill_says_more_than_its_closed_link() -> None:
     table.exited("worker/0", -9)
     assert table.outcome is not None
     assert table.outcome.reason == "worker/0 on h0 was killed by SIGKILL"
+
+
+def of_servers(workers: int = 2) -> Table:
+    """A running run whose model servers keep what workers have trained."""
+    table = Table(members(workers, 1, 1), elastic=True, lasting=True)
+    table.join_all()
+    table.told.clear()
+    return table
+
+
+def test_what_servers_have_outlives_all_workers_if_one_is_started_again() -> None:
+    table = of_servers()
+    table.take(table.roster.handle_lost("worker/0", "its link ended", table.now))
+    table.exited("worker/1", -9)
+    assert table.roster.state is State.RUNNING  # nobody has said yet whether worker/0 comes back
+    table.exited("worker/0", -9, again=True)
+    assert table.roster.state is State.RUNNING
+    assert "finish" not in [what for _, what in table.told]
+    table.advance(TIMEOUTS.join_s / 2, ["server/0"])
+    table.join("worker/0", 2)
+    table.advance(TIMEOUTS.join_s, ["server/0", "worker/0"])
+    table.ask("ready", "worker/0")
+    assert everybody(table) == ["worker/0"]
+    table.leave("worker/0")
+    assert table.roster.state is State.FINISHING
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_run_without_workers_that_nobody_starts_again_has_failed_of_the_last_kill(lasting: bool) -> None:
+    table = Table(members(2, 1, 1), elastic=True, lasting=lasting)
+    table.join_all()
+    table.exited("worker/1", -9, again=not lasting)  # it makes no difference where nobody keeps what was trained
+    table.take(table.roster.handle_lost("worker/0", "its link ended", table.now))
+    table.exited("worker/0", -9, again=not lasting)
+    assert table.roster.state is State.FAILED
+    assert [failure.reason for failure in table.roster.failures] == ["worker/0 on h0 was killed by SIGKILL"]
+
+
+@pytest.mark.parametrize("how", ["it never joins", "it ends before it joins", "its host is lost", "its own code fails"])
+def test_a_worker_that_was_to_come_back_and_does_not_ends_the_run(how: str) -> None:
+    table = of_servers(1)
+    table.exited("worker/0", -9, again=True)
+    if how == "it never joins":
+        table.advance(TIMEOUTS.join_s - 1, ["server/0"])
+        assert table.roster.state is State.RUNNING
+        table.advance(2, ["server/0"])
+    elif how == "it ends before it joins":
+        table.exited("worker/0", -9, again=True)
+        assert table.roster.state is State.RUNNING
+        table.exited("worker/0", -9)
+    elif how == "its host is lost":
+        table.take(table.roster.handle_host_ended("h0", "it is gone", table.now))
+    else:
+        table.join("worker/0", 2)
+        table.exited("worker/0", 3, {"message": "a bug", "exit_code": 3})
+    assert table.roster.failures
+    assert table.roster.state in (State.FAILED, State.ENDED)
+
+
+def test_another_coordinator_waits_for_workers_as_the_one_before_it() -> None:
+    table = of_servers(1)
+    table.exited("worker/0", -9, again=True)
+    other = Table(members(1, 1, 1), elastic=True, lasting=True)
+    other.roster = Roster(other.expected, TIMEOUTS, now=0.0, elastic=True, lasting=True, ledger=table.roster.ledger())
+    other.advance(TIMEOUTS.join_s / 2, ["server/0"])
+    assert other.roster.state is State.RUNNING
+    other.advance(TIMEOUTS.join_s, ["server/0"])
+    assert [failure.reason for failure in other.roster.failures] == ["all workers were lost before another launcher took over"]
 
 
 def test_a_server_s_loss_fails_the_run() -> None:

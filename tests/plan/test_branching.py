@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.pairwise import pairwise
 from tests.plan.networks import LINK, conv, linear
 from tests.plan.test_planner import brute_force
 from zmqtrain.parallel.grid import Grid
@@ -49,10 +50,16 @@ def projected() -> tuple[Stage, ...]:
     )
 
 
-@pytest.mark.parametrize(("make", "processes"), [(identity, 4), (projected, 2)])
-@pytest.mark.parametrize("pricing", [Paper(), Ours(), Ours(per_host=2)])
-@pytest.mark.parametrize(
-    ("overlap", "flops", "link"), [(0.0, 1e9, Link(1e-7, 1e-8, 1e-10)), (1.0, 1e10, Link(1e-4, 1e-9, 1e-10)), (0.6, 1e8, LINK)]
+@pairwise(
+    {
+        "make, processes": {"identity": (identity, 4), "projected": (projected, 2)},
+        "pricing": {"paper": Paper(), "ours": Ours(), "hosts of two": Ours(per_host=2)},
+        "overlap, flops, link": {
+            "none": (0.0, 1e9, Link(1e-7, 1e-8, 1e-10)),
+            "all": (1.0, 1e10, Link(1e-4, 1e-9, 1e-10)),
+            "some": (0.6, 1e8, LINK),
+        },
+    }
 )
 def test_the_same_optimum_as_brute_force(
     make: Callable[[], Sequence[Stage]], processes: int, pricing: Paper | Ours, overlap: float, flops: float, link: Link

@@ -67,7 +67,9 @@ class FakeCoordinator:
     async def _heartbeat(self, _caller: PeerId, _alive: Value) -> Value:
         return not self.gives_up
 
-    async def _exited(self, _caller: PeerId, peer: Value, code: Value, report: Value, stopped: Value, _pid: Value) -> Value:
+    async def _exited(
+        self, _caller: PeerId, peer: Value, code: Value, report: Value, stopped: Value, _pid: Value, _again: Value
+    ) -> Value:
         self.heard[str(peer)].append(("exited", code, report["type"] if isinstance(report, dict) else None, stopped))
         return 1
 

@@ -90,6 +90,29 @@ def test_one_is_lost_when_the_others_have_trained(staleness: str) -> None:
     run([kill("worker/2", step=STEPS - 1)], staleness)
 
 
+@pytest.mark.parametrize("staleness", POLICIES)
+def test_all_workers_are_lost_at_once_and_started_again(staleness: str) -> None:
+    run([kill(f"worker/{rank}", at=0.01) for rank in range(3)], staleness, epochs=True, job="restarts = 1")
+
+
+def test_workers_that_came_back_while_others_were_lost_stay() -> None:
+    """Each is lost in its turn, and once only: an agent that hears of the other's loss does not end the new process of its own."""
+    slow = topology('"async"', job="restarts = 2").model_dump(exclude_unset=True)
+    slow["compute"] |= {"batch_size": 20_000}  # it goes on for longer than the time in which an agent ends a lost process
+    lost: list[str] = []
+
+    def hear(kind: str, values: Mapping[str, Any]) -> None:
+        if kind == "lost":
+            lost.append(str(values["peer"]))
+
+    faults = [kill("worker/0", at=0.1), kill("worker/1", at=0.1), kill("worker/2", at=0.1001)]
+    result = simulate(Topology.from_dict(slow), options=Options(faults=faults, on_event=hear))
+    assert result.ending.status == "done", result.ending.error
+    assert result.broken == []
+    assert result.seconds > 1.5
+    assert sorted(lost) == ["worker/0", "worker/1", "worker/2"]
+
+
 def test_only_one_is_left() -> None:
     run([kill("worker/0", at=0.008), kill("worker/2", at=0.01)], '"sync"', epochs=True)
 

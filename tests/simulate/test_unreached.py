@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tests.pairwise import pairwise
 from zmqtrain import Task
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
@@ -110,9 +111,7 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("groups", "size"), [(4, 1), (2, 2)])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("how", EXACT)
+@pairwise({"how": list(EXACT), "optimizer": list(OPTIMIZERS), "groups, size": [(4, 1), (2, 2)]})
 def test_equals_one_process(how: str, optimizer: str, groups: int, size: int) -> None:
     make, sections = OPTIMIZERS[optimizer], EXACT[how]
     wanted = alone(make, sections["exchange"].get("every", 1)).state_dict()

@@ -223,7 +223,9 @@ class ModelServerExchange:
         groups = settings.groups if max(map(len, settings.groups)) > 1 else ()
         self._changes = ServerChanges(self._heads, members, groups, timeout_s=settings.barrier_s, recorder=self._recorder)
         replica = self._replica_started()
-        self._beside = Beside(self._endpoint, replica, lambda: bool(self._versions), timeout_s=settings.barrier_s)
+        self._beside = Beside(
+            self._endpoint, replica, lambda: bool(self._versions), late=members.late, timeout_s=settings.barrier_s
+        )
         if groups:
             self._own_team = OwnTeam(members, changed=self._change_teams, read=self._read_entered)
         return members.late

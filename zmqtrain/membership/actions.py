@@ -78,7 +78,9 @@ class Drop:
 class Note:
     """An event for the run's record."""
 
-    kind: Literal["join", "running", "not elastic", "backup", "leave", "exit", "lost", "halt", "finishing", "failed", "ended"]
+    kind: Literal[
+        "join", "running", "not elastic", "backup", "leave", "exit", "lost", "no workers", "halt", "finishing", "failed", "ended"
+    ]
     values: Mapping[str, Value]
     reason: str
 

@@ -37,6 +37,7 @@ class AgentLink:
         """For how long the coordinator may be away once all members have joined; 0: not at all."""
         self._alive: set[PeerId] = set()
         self._ended_in: dict[PeerId, int] = {}  # the version of the view at which the last process of a role had ended
+        self._coming: set[PeerId] = set()  # roles that were started again, and that no view has shown since
 
     @classmethod
     async def join(cls, endpoint: Endpoint, *, coordinator_address: str, timeouts: Timeouts) -> AgentLink:
@@ -64,8 +65,11 @@ class AgentLink:
 
         def tell(view: View) -> None:
             for peer in sorted(self._alive):
-                # An older view may still be about the previous process.
-                if peer in view.lost and view.version > self._ended_in.get(peer, 0):
+                if view.version <= self._ended_in.get(peer, 0):
+                    continue  # it is about the previous process
+                if peer in view.members:
+                    self._coming.discard(peer)
+                elif peer in view.lost and peer not in self._coming:  # otherwise it is the previous process that is lost
                     callback(peer)
 
         self.membership.on_view(tell)
@@ -84,6 +88,8 @@ class AgentLink:
     def started(self, peer: PeerId) -> None:
         """Record that a role's process is running. Call this before the process can join."""
         self._alive.add(peer)
+        if peer in self._ended_in:
+            self._coming.add(peer)
 
     async def exited(
         self,
@@ -93,11 +99,13 @@ class AgentLink:
         *,
         stopped: bool = False,
         pid: int | None = None,
+        again: bool = False,
     ) -> None:
         """Report that a role's process has ended. ``exit_code``: negative for a signal. ``report``: the error report it wrote, if
-        any. ``stopped``: this agent had told it to end, so its end is not a failure. ``pid``: its number on this host."""
+        any. ``stopped``: this agent had told it to end, so its end is not a failure. ``pid``: its number on this host. ``again``:
+        another process is started in its place."""
         sent: Value = None if report is None else dict(report)
-        version = await self.membership._ask("exited", peer, exit_code, sent, stopped, pid)
+        version = await self.membership._ask("exited", peer, exit_code, sent, stopped, pid, again)
         self._ended_in[peer] = version if isinstance(version, int) else 0
         # Only now: a heartbeat without the role must not overtake the report.
         self._alive.discard(peer)

@@ -68,12 +68,15 @@ class Coordinator:
         *,
         agents: bool = True,
         elastic: bool = False,
+        lasting: bool = False,
         replicated: bool = False,
         on_event: EventCallback | None = None,
         on_report: ReportCallback | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """``replicated``: model servers keep copies of each other's shards. ``journal``: keeps what is decided, for another
+        """``lasting``: model servers have what workers have trained, if all of these are lost.
+
+        ``replicated``: model servers keep copies of each other's shards. ``journal``: keeps what is decided, for another
         coordinator of this run. If it holds something, this is that one."""
         self.running = asyncio.Event()
         """Set once all members have joined."""
@@ -88,6 +91,7 @@ class Coordinator:
             timeouts,
             now=self._loop.time(),
             elastic=elastic,
+            lasting=lasting,
             patient=journal is not None,
             chains=Chains([server.peer for server in placement.server_roles]) if replicated else None,
             ledger=ledger,
@@ -398,13 +402,25 @@ class Coordinator:
         return self._roster.heartbeat_s if self._roster.is_here(caller) and not self._over else False
 
     async def _serve_exited(
-        self, caller: PeerId, peer: Value, exit_code: Value, report: Value, stopped: Value, pid: Value = None
+        self,
+        caller: PeerId,
+        peer: Value,
+        exit_code: Value,
+        report: Value,
+        stopped: Value,
+        pid: Value = None,
+        again: Value = False,
     ) -> Value:
         if not isinstance(peer, str) or not isinstance(exit_code, int) or not (report is None or isinstance(report, dict)):
             raise ProtocolError(f"{caller} sends a wrong report of an exit")
         if not (pid is None or isinstance(pid, int)):
             raise ProtocolError(f"{caller} sends a wrong report of an exit")
-        self._do(self._roster.handle_exited(caller, peer, exit_code, report, stopped=bool(stopped), now=self._now(), pid=pid))
+        now = self._now()
+        self._do(
+            self._roster.handle_exited(
+                caller, peer, exit_code, report, stopped=bool(stopped), now=now, pid=pid, again=again is True
+            )
+        )
         return self._roster.view().version
 
     async def _serve_report(self, caller: PeerId, events: Value, incarnation: Value = None, number: Value = None) -> Value:

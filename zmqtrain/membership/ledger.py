@@ -19,14 +19,14 @@ CHAINS = "chains"
 def value_of_entry(entry: Entry) -> Value:
     """A member, without what follows from the placement."""
     member = entry.member
-    return [entry.presence.value, entry.incarnation, entry.exited, entry.reason, member.address, member.ready]
+    return [entry.presence.value, entry.incarnation, entry.exited, entry.returns, entry.reason, member.address, member.ready]
 
 
 def restore_entry(entry: Entry, value: Any) -> None:
     """Set the entry to what `value_of_entry` has returned."""
-    presence, incarnation, exited, reason, address, ready = value
+    presence, incarnation, exited, returns, reason, address, ready = value
     entry.welcome(incarnation, address, ready=ready)
-    entry.presence, entry.exited, entry.reason = Presence(presence), exited, reason
+    entry.presence, entry.exited, entry.returns, entry.reason = Presence(presence), exited, returns, reason
 
 
 def value_of_failure(failure: Failure) -> Value:

@@ -82,20 +82,24 @@ class Roster:
         *,
         now: float,
         elastic: bool = False,
+        lasting: bool = False,
         patient: bool = False,
         chains: Chains | None = None,
         ledger: Mapping[str, Any] | None = None,
         spare: Iterable[Member] = (),
     ) -> None:
-        """``elastic``: the run continues without workers that are lost, and admits workers that come back. ``chains``: the same of
-        model servers, as long as each shard is left on one. ``patient``: members may
+        """``elastic``: the run continues without workers that are lost, and admits workers that come back. ``lasting``: it does
+        so even if all are lost for a while, since what they have trained is on model servers. ``chains``: without model servers
+        that are lost, too, as long as each shard is left on one. ``patient``: members may
         lose touch with the coordinator for a while, so that a broken link alone does not say that one is lost. ``ledger``: what
         another roster of this run has left (`ledger`), of a run in which all had joined; this one goes on from there. ``spare``:
         members that may come once the run has begun."""
         self.state = State.JOINING
         self.halt_reason: Mapping[str, Any] | None = None
         self.failures: list[Failure] = []
-        self._elastic, self._patient = elastic, patient
+        self._elastic, self._lasting, self._patient = elastic, lasting, patient
+        self._nobody: tuple[Failure, float] | None = None
+        """While no worker is left, and one may come back: the last loss, and until when one must have come."""
         self._chains = chains or Chains()
         self._halt_told: dict[str, Any] | None = None  # what the members were told when the run had to stop
         self._losses: list[str] = []  # losses after which the run continued
@@ -142,6 +146,12 @@ class Roster:
             self._end_deadline = now + self._timeouts.request_s + patience_s
         elif self.state is State.FAILED:
             self._end_deadline = now + 2 * self._timeouts.grace_s + patience_s
+        elif self._elastic and not self._some_left():
+            reason = "all workers were lost before another launcher took over"
+            error = HostLostError(reason)
+            lost = self._members.of_kind("worker")[0].member
+            failure = Failure(lost.peer, lost.host, None, reason, None, consequence=False, error=error)
+            self._nobody = failure, now + self._timeouts.join_s + patience_s
 
     def ended(self) -> Outcome | None:
         """How the run has ended, if it has."""
@@ -182,6 +192,10 @@ class Roster:
         stopped = self.halt_reason is not None and not self._complete
         kinds = ("worker", "agent", "server") if self._chains else ("worker", "agent")
         again = self._elastic and self.state is State.RUNNING and entry.member.kind in kinds
+        served = self._lasting and any(server.presence is Presence.LEFT for server in self._members.of_kind("server"))
+        if self._elastic and entry.member.kind == "worker" and (entry.presence is Presence.LEFT or (entry.gone and served)):
+            why = "model servers have ended" if served else "it has left already"
+            return [Refuse(ticket, PeerLostError(peer, f"it is too late to join: {why}"))]
         able = (Presence.HERE, Presence.LOST, Presence.ABSENT)
         if again and entry.presence in able and entry.incarnation != incarnation and not stopped:
             agent = self._members.agents.get(entry.member.host)
@@ -244,6 +258,8 @@ class Roster:
             actions += [*self._remove(entry, Presence.LOST, reason), Note("lost", {"peer": peer}, f"{peer}: {reason}")]
         entry.welcome(incarnation, address[:LONGEST_TEXT], ready=not entry.member.is_role)
         entry.exited = False
+        if entry.member.kind == "worker":
+            self._nobody = None
         if entry.member.kind == "agent":
             self._heard.note(entry.member.host, now)
         self._version += 1
@@ -399,13 +415,18 @@ class Roster:
         stopped: bool,
         now: float,
         pid: int | None = None,
+        again: bool = False,
     ) -> list[Action]:
-        """An agent reports that a role's process has ended, and its number. ``stopped``: the agent ended it on purpose."""
+        """An agent reports that a role's process has ended, and its number. ``stopped``: the agent ended it on purpose. ``again``:
+        it starts another one in its place."""
         entry, judge = self._members.get(peer), self._members.get(agent)
-        if entry is None or judge is None or judge.member.kind != "agent" or judge.member.host != entry.member.host or entry.exited:
+        if entry is None or judge is None or judge.member.kind != "agent" or judge.member.host != entry.member.host:
             return []
+        if entry.exited:  # another process in its place, which has not joined
+            entry.returns = again
+            return self._maybe_give_up(now)
         self._heard.note(judge.member.host, now)
-        entry.exited = True
+        entry.exited, entry.returns = True, again
         left = entry.presence is Presence.LEFT
         never_joined = entry.presence is Presence.EXPECTED and not self._joining
         values: dict[str, Any] = {"peer": peer, "host": entry.member.host, "exit_code": exit_code}
@@ -422,8 +443,11 @@ class Roster:
         if not ended_by_agent and self._explain(failure):
             return actions + self._maybe_end()
         if self._elastic and entry.presence is Presence.LOST and not failure.of_user:
-            return actions + self._maybe_end()  # the run already continues without it
-        if entry.presence is not Presence.LOST:
+            if self._nobody is not None and self._nobody[0].peer == peer:  # this explains why its link was lost
+                self._nobody = failure, self._nobody[1]
+            return actions + self._maybe_give_up(now) + self._maybe_end()  # the run already continues without it
+        had_done_its_part = left and self._elastic and not failure.of_user
+        if entry.presence is not Presence.LOST and not had_done_its_part:
             actions += self._remove(entry, Presence.LOST, failure.reason)
         return actions + self._fail_or_go_on(entry, failure, now)
 
@@ -512,6 +536,8 @@ class Roster:
             deadlines.append(self._join_deadline)
         if self._end_deadline is not None:
             deadlines.append(self._end_deadline)
+        if self._nobody is not None:
+            deadlines.append(self._nobody[1])
         return min(deadlines, default=None)
 
     def tick(self, now: float) -> list[Action]:
@@ -526,6 +552,7 @@ class Roster:
         actions += self._barriers.tick(now)
         if self.state is State.JOINING and now >= self._join_deadline:
             actions += self._join_timed_out(now)
+        actions += self._maybe_give_up(now)
         if self._end_deadline is not None and now >= self._end_deadline:
             actions += self._time_is_up(now)
         return actions
@@ -628,14 +655,37 @@ class Roster:
         code did not fail; and without model servers, as long as others have their shards."""
         roles = self._members.roles_of(entry.member.host) if entry.member.kind == "agent" else [entry]
         survivable = self._elastic and self.state in (State.RUNNING, State.FINISHING) and not failure.of_user
-        left = any(other.here or other.presence is Presence.LEFT for other in self._members.of_kind("worker"))
         kinds = ("worker", "server") if self._chains and not self._chains.lost else ("worker",)
-        if not (survivable and left and all(role.member.kind in kinds for role in roles)):
+        if not (survivable and all(role.member.kind in kinds for role in roles)):
             return self._fail(failure, now)
+        if not self._some_left():
+            if not (self.state is State.RUNNING and self._comes_back()):
+                return self._fail(failure, now)
+            self._nobody = failure, now + self._timeouts.join_s
         self._losses.append(failure.reason)
         values: dict[str, Any] = {"peer": failure.peer, "host": failure.host, "reason": failure.reason}
         noted = [] if failure.exit_code is None else [Note("lost", values, failure.reason)]
+        if self._nobody is not None:
+            wait_s = self._timeouts.join_s
+            reason = f"no worker is left; waiting for up to {wait_s:g} s for one that is started again"
+            noted.append(Note("no workers", {"wait_s": wait_s}, reason))
         return [*noted, *self._tell_view(failure.reason), *self._maybe_finish(now)]
+
+    def _some_left(self) -> bool:
+        """Whether a worker is there, or has trained all that there was for it."""
+        return any(other.here or other.presence is Presence.LEFT for other in self._members.of_kind("worker"))
+
+    def _maybe_give_up(self, now: float) -> list[Action]:
+        """If no worker is left, and none comes back any more, or none has come in time: the run has failed."""
+        if self._nobody is None or self.state is not State.RUNNING:
+            return []
+        failure, deadline = self._nobody
+        return [] if now < deadline and self._comes_back() else self._fail(failure, now)
+
+    def _comes_back(self) -> bool:
+        """Whether a worker may come back, and find what was trained."""
+        kept = not any(server.presence is Presence.LEFT for server in self._members.of_kind("server"))
+        return self._lasting and kept and self._members.some_return()
 
     def _explain(self, failure: Failure) -> bool:
         """The end of a process explains why its link was lost: it replaces the loss as the reason, if the run has failed because
@@ -654,6 +704,7 @@ class Roster:
         return [*self._barriers.outdate(self._version, reason), *tell]
 
     def _fail(self, failure: Failure, now: float) -> list[Action]:
+        self._nobody = None
         self.failures.append(failure)
         if self.state in (State.FAILED, State.ENDED):
             # The remaining members need no new view, but a peer that is lost later must not be waited for either.
@@ -677,7 +728,8 @@ class Roster:
 
     def _maybe_finish(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        if self.state in (State.JOINING, State.RUNNING) and all(entry.gone for entry in self._members.of_kind("worker")):
+        over = self._nobody is None and all(entry.gone for entry in self._members.of_kind("worker"))
+        if self.state in (State.JOINING, State.RUNNING) and over:
             self._go(State.FINISHING)
             reason = "all workers have left"
             self._end_deadline = now + self._timeouts.request_s

@@ -51,6 +51,8 @@ class Entry:
     _presence: Presence = Presence.EXPECTED
     incarnation: int = 0
     exited: bool = False
+    returns: bool = False
+    """Whether its agent is starting another process in the place of the one that has ended."""
     reason: str = ""
     unseen: bool = False
     """Whether the newest heartbeat of its agent, since it has joined, did not name it."""
@@ -74,6 +76,7 @@ class Entry:
     def welcome(self, incarnation: int, address: str, *, ready: bool = True) -> None:
         """The member has joined."""
         self.presence, self.incarnation, self.reason, self.unseen, self.cut = Presence.HERE, incarnation, "", False, None
+        self.returns = False
         self.member = replace(self.member, address=address, incarnation=incarnation, ready=ready)
 
     @property
@@ -153,6 +156,15 @@ class MemberTable:
         """Whether a role's process has ended, as far as its agent can tell."""
         agent = self.agents.get(entry.member.host)
         return entry.gone and (entry.exited or agent is None or agent.gone)
+
+    def some_return(self) -> bool:
+        """Whether a worker that is lost may come back: its agent is starting it again, or has not said yet whether it will."""
+        return any(self._may_return(entry) for entry in self.of_kind("worker"))
+
+    def _may_return(self, entry: Entry) -> bool:
+        agent = self.agents.get(entry.member.host)
+        there = agent is not None and agent.here
+        return there and entry.presence is Presence.LOST and (entry.returns or not entry.exited)
 
     def view(self, version: int, *, complete: bool) -> View:
         """The members as they are now."""

@@ -167,12 +167,13 @@ class Agent:
         topology = self._description.topology
         comes_back = role.kind == "worker" or (role.kind == "server" and topology.replicated)
         left = topology.job.restarts if topology.elastic and comes_back else 0
-        while not await self._live_once(role) and left and not self._stopping.is_set():
+        while not await self._live_once(role, again=left > 0) and left and not self._stopping.is_set():
             left -= 1
             self._printed(role.peer, f"{role.peer} was lost and is started again (at most {left} more times)\n")
 
-    async def _live_once(self, role: RolePlacement) -> bool:
-        """Returns whether it ended by itself: successfully, or by an error of its own. Otherwise a new process may succeed."""
+    async def _live_once(self, role: RolePlacement, *, again: bool) -> bool:
+        """Returns whether it ended by itself: successfully, or by an error of its own. Otherwise a new process may succeed;
+        ``again``: and is started."""
         peer = role.peer
         self._link.started(peer)
         process = await self._processes.start(role, replace(self._environment, peer=peer), partial(self._printed, peer))
@@ -189,8 +190,10 @@ class Agent:
             self._lines.append({"kind": LOG, "peer": peer, "text": str(report.get("traceback", "")), "quiet": True})
         await self._send_lines()
         stopped = peer in self._stopped
-        await self._link.exited(peer, code, report, stopped=stopped, pid=process.pid)
-        return stopped or 0 <= code < ConnectivityError.exit_code
+        ended = stopped or 0 <= code < ConnectivityError.exit_code
+        again = again and not ended and not self._stopping.is_set()
+        await self._link.exited(peer, code, report, stopped=stopped, pid=process.pid, again=again)
+        return ended
 
     # The end of roles ---------------------------------------------------------------------------------------------------------
 

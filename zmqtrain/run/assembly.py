@@ -104,6 +104,7 @@ class Assembly:
             self.timeouts,
             agents=agents,
             elastic=topology.elastic,
+            lasting=topology.exchange.kind == "model_server",
             replicated=topology.replicated,
             on_event=listeners.on_event,
             on_report=listeners.on_report,

@@ -101,6 +101,8 @@ class RunRecord:
         elif kind == "lost" and self._topology.elastic:
             self._losses.append(str(values["reason"]))
             self._view.note(f"continuing without {peer}: {values['reason']}")
+        elif kind == "no workers":
+            self._view.note(str(values["reason"]))
         elif kind == "backup" and values.get("alone"):
             self._view.note(f"warning: {values['reason']}")
         elif kind == "join" and values.get("late"):
@@ -158,7 +160,7 @@ class RunRecord:
         while (text := self._sinks.said()) is not None:
             self.note(text)
         values = dict(event.get("values") or {})
-        if line["kind"] == "view" and values.get("members") == [peer]:
+        if line["kind"] == "view" and values.get("members") == [peer] and self._topology.exchange.kind == "gossip":
             self.note(f"warning: {peer} is alone from step {line['step']} on: it has no other worker to gossip with")
         if line["kind"] == "warning":
             self._view.note(f"warning: {peer}: {values.get('text')}")

@@ -240,7 +240,8 @@ class Auditor:
                 self._samples[step] += int(values["samples"])
             elif event.get("kind") == "start" and self._slots is not None and not event.get("step"):
                 job, steps = self._topology.job, values.get("steps")
-                if job.steps is None and job.until is None and isinstance(steps, int):
+                first = peer not in self._lost  # one that came late counts the steps of those that are there then
+                if first and job.steps is None and job.until is None and isinstance(steps, int):
                     self._slots.total = steps * self._placement.groups
             elif event.get("kind") == "stopped":
                 self.stopped_at = int(event["step"])

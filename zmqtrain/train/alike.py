@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -95,23 +95,30 @@ def facts_of_loss(loss: Any) -> dict[str, list[str]]:
 
 def files() -> Facts:
     """The user's own modules in this process, each with a digest of its file."""
-    found = {}
+    found: dict[str, list[str]] = {}
     for name, path in sorted(_own_files()):
+        if len(found) == MOST_THINGS:
+            break
         what = path.name if name == "__main__" or name.startswith(_TASK) else f"{path.name} (module {name})"
         with suppress(OSError):
             found[what] = [blake2b(path.read_bytes(), digest_size=8).hexdigest()]
-    return dict(list(found.items())[:MOST_THINGS])
+    return found
 
 
 def _own_files() -> Iterator[tuple[str, Path]]:
-    ours, base = Path(zmqtrain.__file__).parent, Path(sys.base_prefix)
     for name, module in list(sys.modules.items()):
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # some load much if they are asked
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
-        path = Path(os.path.abspath(file))
-        if not any(part in path.parts for part in _INSTALLED) and not path.is_relative_to(ours) and not path.is_relative_to(base):
-            yield name, path
+        if _is_own(file := file if os.path.isabs(file) else os.path.abspath(file)):
+            yield name, Path(os.path.normpath(file))
+
+
+@cache
+def _is_own(file: str) -> bool:
+    """Of thousands of modules, and for each role where several are in one process: once for each file."""
+    ours, base, path = Path(zmqtrain.__file__).parent, Path(sys.base_prefix), Path(os.path.normpath(file))
+    return not any(part in path.parts for part in _INSTALLED) and not path.is_relative_to(ours) and not path.is_relative_to(base)
 
 
 def _groups(optimizer: Optimizer) -> Iterator[str]:
