@@ -12,7 +12,7 @@ import pytest
 
 from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.bridge import Bridge
-from zmqtrain.errors import ConnectivityError, PeerTimeoutError, UsageError
+from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, UsageError
 from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.simulate.lockstep import LockstepThread
 
@@ -139,6 +139,14 @@ async def test_abort_ends_waits_now_and_later(waits: bool) -> None:
                 await waiting
         with pytest.raises(ConnectivityError, match="broken"):
             await thread.submit(lambda: bridge.call(endless(), "nothing"))
+
+
+async def test_after_an_abort_nothing_waits_to_be_computed() -> None:
+    """The thread, whose waits have ended, would never come to it."""
+    bridge = Bridge(threading.Condition(), asyncio.get_running_loop().time, 20.0)
+    bridge.abort(PeerLostError("worker/1", "it is gone"))
+    with pytest.raises(PeerLostError, match="it is gone"):
+        await bridge.compute(lambda: 1)
 
 
 async def test_what_has_ended_before_an_abort_is_still_there() -> None:

@@ -232,17 +232,20 @@ async def test_processes_that_begin_while_others_seed_torch() -> None:
 
 
 class Drawing:
-    """Another thread that holds the lock of torch's random numbers while it draws so many, again and again, as dropouts do."""
+    """Other threads that hold the lock of torch's random numbers while they draw so many, again and again, as dropouts do.
+
+    There are two, so that one has it while the other begins anew."""
 
     def __init__(self, numbers: int) -> None:
         self._numbers = numbers
 
     def __enter__(self) -> None:
         self._through = threading.Event()
-        self._thread = threading.Thread(target=self._draw)
+        self._threads = [threading.Thread(target=self._draw) for _ in range(2)]
         self._drawing = threading.Event()
         self._state = torch.get_rng_state()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         self._drawing.wait()
 
     def _draw(self) -> None:
@@ -253,7 +256,8 @@ class Drawing:
 
     def __exit__(self, *_: object) -> None:
         self._through.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         torch.set_rng_state(self._state)
 
 

@@ -86,6 +86,15 @@ def test_a_loop_is_one_process_or_refused(each: Row, kind: str) -> None:
         assert ours_seen == pytest.approx(seen, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.parametrize("kind", [SYNC, GOSSIP, AVERAGING])
+def test_groups_of_one_worker_do_not_wait_for_a_loop_that_has_ended(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such runs go on without workers that are lost; one whose loop has ended is not lost."""
+    monkeypatch.setitem(SHAPES, kind, [(2, 1)])
+    each = next(each for each in ROWS if each.run.__name__ == "lengths")
+    with pytest.raises(TaskError, match=each.refused[kind]):
+        in_sessions(each, kind)
+
+
 def test_the_table_is_in_the_documentation() -> None:
     page = Path(__file__).parents[2] / "docs" / "sessions.md"
     assert table() in page.read_text(), "python -m tests.embed.loops prints the table as it is to stand in docs/sessions.md"

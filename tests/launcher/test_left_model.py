@@ -80,7 +80,7 @@ def test_interrupted_stopped_and_done(tmp_path: Path, monkeypatch: pytest.Monkey
         assert summary["status"] == "interrupted"
         assert about["step"] == summary["steps"] == summary["checkpoints"]["newest"] > 0
         assert about["model"] == "the model servers' parameters"
-        run.wait_for(rf"interrupted after step {about['step']} \(.* s\): --resume .* continues")
+        run.wait_for(rf"interrupted after step {about['step']} \(.*\): --resume .* continues")
         evaluate(run)
     interrupted = run.run
     with Launched(prepare(tmp_path / "second", TASK, TOPOLOGY), "trial.toml", f"--resume={interrupted}") as run:
@@ -194,7 +194,7 @@ def test_a_script_that_is_stopped(asks: str, tmp_path: Path, monkeypatch: pytest
         summary, step = run.json("summary.json"), run.json("model.json")["step"]
         assert summary["status"] == ("preempted" if asks == "preempt" else "interrupted")
         assert step == summary["steps"] > 0
-        run.wait_for(rf"after step {step} \(.* s\): a script continues from what it has saved itself")
+        run.wait_for(rf"after step {step} \(.*\): a script continues from what it has saved itself")
         run.wait_for(f"the model after step {step} ")
         assert not (run.run / "error.json").exists()
         assert "never here" not in repr(run)

@@ -19,6 +19,7 @@ from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
+from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.timeouts import Timeouts
@@ -147,7 +148,7 @@ def test_joins_in_any_order_and_with_any_delay(order: list[int], delays: list[in
             assert {tuple(sorted(member.view.members)) for member in members} == {tuple(sorted(peers))}
             assert len({member.view.version for member in members}) == 1
 
-    asyncio.run(scenario())
+    run_virtual(scenario())
 
 
 async def test_another_run_s_token_is_refused() -> None:

@@ -159,7 +159,7 @@ def test_a_run_goes_on_as_if_nothing_had_been(drawn: Draw, tmp_path: Path) -> No
         if part.code == PREEMPTED:
             assert part.summary["checkpoints"]["failed"] == [], part.said
             assert newest is not None
-            assert re.search(rf"preempted after step {Checkpoint(newest).step} \(.* s\): --resume", part.said)
+            assert re.search(rf"preempted after step {Checkpoint(newest).step} \(.*\): --resume", part.said)
     rest = Ran(tmp_path / "rest", drawn, steps, newest)
     assert rest.code == 0, rest.said
     if rest.first == steps:

@@ -91,7 +91,10 @@ class Bridge:
             raise UsageError(f"{what} waits for the network, so it cannot run on the event loop: use `await session.run(function)`")
 
     async def compute(self, function: Callable[[], T]) -> T:
-        """Call ``function`` in the thread, which must be waiting for the caller, and return its result."""
+        """Call ``function`` in the thread, which must be waiting for the caller, and return its result. Once all waits have been
+        ended (`abort`) nobody would call it: raises their error."""
+        if self.error is not None:
+            raise self.error
         outcome: asyncio.Future[T] = self.loop.create_future()
 
         def settle(setter: Callable[[Any], None], value: object) -> None:

@@ -270,7 +270,7 @@ class Core:
         topology, role, placement = self.context.topology, self.context.role, self.context.placement
         alone = topology.exchange.kind == "model_server" and topology.exchange.policy != "sync"
         members = placement.group_members(role.group) if alone else tuple(worker.peer for worker in placement.workers)
-        return [] if topology.elastic else [peer for peer in members if peer != role.peer]
+        return [peer for peer in members if peer != role.peer]
 
     def _scope(self) -> Scope:
         """The workers whose gradients are combined in one step."""
@@ -476,7 +476,8 @@ class Core:
             if self._meetings is not None:
                 await self._meetings.meet("the end of the session")
             exchange = self._part.exchange
-            await self._other_loops.tell(self.replicated.step, self.replicated.scope.sums)
+            here = self.context.membership.view.members
+            await self._other_loops.tell(self.replicated.step, self.replicated.scope.sums, here)
             self.replicated.check_weights()
             step = await self._part.ended(alike=exchange.synchronous or exchange.averaged)
             await self._part.become_run_model("finish")

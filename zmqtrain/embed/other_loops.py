@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Container, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
@@ -56,9 +56,9 @@ class OtherLoops:
                 task.cancel()
                 await asyncio.wait({task})
 
-    async def tell(self, steps: int, sums: int) -> None:
-        """Tell the others that this worker's loop has ended after ``steps`` steps and ``sums`` sums."""
-        await together(*(self._tell(peer, steps, sums) for peer in self._others))
+    async def tell(self, steps: int, sums: int, here: Container[PeerId]) -> None:
+        """Tell the others that are ``here`` that this worker's loop has ended after ``steps`` steps and ``sums`` sums."""
+        await together(*(self._tell(peer, steps, sums) for peer in self._others if peer in here))
 
     async def _tell(self, peer: PeerId, steps: int, sums: int) -> None:
         with suppress(ConnectivityError):  # it has left
