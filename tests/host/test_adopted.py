@@ -209,6 +209,8 @@ def test_what_a_forked_process_maps_at_first_lies_elsewhere(make: Make) -> None:
     """Before the pages get their places in it, as an allocator may: it would take the first gap that is large enough."""
     mapped: list[mmap.mmap] = []
     forking = [True]
+    gone = torch.full((1 << 24,), 2.0)
+    assert adopt(make(), gone) is not None
 
     def first() -> None:
         if forking:
@@ -219,6 +221,7 @@ def test_what_a_forked_process_maps_at_first_lies_elsewhere(make: Make) -> None:
     adoptions = make()
     flat = torch.full((1 << 22,), 1.0)
     assert adopt(adoptions, flat) is not None
+    del gone  # its pages, of other adoptions, are given up as the process forks
     pid = os.fork()
     if pid == 0:
         os._exit(0 if mapped[0][:4] == b"mine" and bool((flat[:: 1 << 10] == 1).all()) else 1)

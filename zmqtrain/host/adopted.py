@@ -22,6 +22,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -89,8 +90,6 @@ class Adoptions:
         self._uses: OrderedDict[tuple[int, int, int], tuple[Any, int]] = OrderedDict()
         self._ranges: dict[tuple[int, int, int], Adopted] = {}
         self._count = 0
-        self._copies: list[tuple[int, mmap.mmap]] = []
-        self._hooked = False
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +141,7 @@ class Adoptions:
             return None
         try:
             _write(file, first, last - first)
-            self._hook()
+            _FORKS.watch(self)
             _map(first, last - first, mmap.MAP_SHARED | _POPULATE, file)
         except OSError:  # no memory, or a limit: it goes through the window
             os.close(file)
@@ -172,39 +171,18 @@ class Adoptions:
         os.close(self._ranges.pop(key).file)
         self._uses.pop(key, None)
 
-    # Forks.
+    # Forks, for `_Forks`.
 
-    def _hook(self) -> None:
-        if not self._hooked:
-            self._hooked = True
-            os.register_at_fork(
-                before=self._before_fork, after_in_parent=self._after_in_parent, after_in_child=self._after_in_child
-            )
-
-    def _before_fork(self) -> None:
+    def before_fork(self) -> None:
+        """Give up what nobody has any more, and let no thread adopt or give up anything until the fork is over."""
         self._lock.acquire()
         self._sweep()
-        for each in list(_mappings("maps")):
-            if each.access != "rw-s" or not each.name.startswith(f"/memfd:{_NAME}"):
-                continue
-            copy = mmap.mmap(-1, each.end - each.start, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            ctypes.memmove((ctypes.c_char * len(copy)).from_buffer(copy), each.start, len(copy))
-            # The child inherits them, until `_after_in_child`: what it maps before that would lie in their place, and be lost.
-            _libc.madvise(each.start, len(copy), _DOFORK)
-            self._copies.append((each.start, copy))
 
-    def _after_in_parent(self) -> None:
-        for address, copy in self._copies:
-            _libc.madvise(address, len(copy), _DONTFORK)
-            copy.close()
-        self._copies.clear()
+    def after_in_parent(self) -> None:
         self._lock.release()
 
-    def _after_in_child(self) -> None:
-        for address, copy in self._copies:
-            _map(address, len(copy), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-            ctypes.memmove(address, (ctypes.c_char * len(copy)).from_buffer(copy), len(copy))
-        self._copies.clear()
+    def after_in_child(self) -> None:
+        """The pages are ordinary ones now."""
         for each in self._ranges.values():
             os.close(each.file)
         self._ranges.clear()
@@ -212,6 +190,62 @@ class Adoptions:
         self._lock.release()
 
 
+class _Forks:
+    """Gives forked processes ordinary pages in place of this process's adopted ones, those of all `Adoptions` at once.
+
+    Were it done for one after another, the next could give memory back whose pages the first has copied: the child would map its own
+    there, and lose it to the copy.
+    """
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[Adoptions] = weakref.WeakSet()
+        self._held: list[Adoptions] = []
+        self._copies: list[tuple[int, mmap.mmap]] = []
+        self._lock = threading.Lock()
+        self._hooked = False
+
+    def watch(self, adoptions: Adoptions) -> None:
+        """Do it for these, too, from now on."""
+        with self._lock:
+            self._watched.add(adoptions)
+            if not self._hooked:
+                self._hooked = True
+                os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
+
+    def _before(self) -> None:
+        with self._lock:
+            self._held = list(self._watched)
+        for each in self._held:
+            each.before_fork()
+        for mapping in list(_mappings("maps")):
+            if mapping.adopted:
+                nbytes = mapping.end - mapping.start
+                copy = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                ctypes.memmove((ctypes.c_char * nbytes).from_buffer(copy), mapping.start, nbytes)
+                # The child inherits them, until `_in_child`: what it maps before that would lie in their place, and be lost.
+                _libc.madvise(mapping.start, nbytes, _DOFORK)
+                self._copies.append((mapping.start, copy))
+
+    def _in_parent(self) -> None:
+        for address, copy in self._copies:
+            _libc.madvise(address, len(copy), _DONTFORK)
+            copy.close()
+        self._copies.clear()
+        for each in self._held:
+            each.after_in_parent()
+        self._held = []
+
+    def _in_child(self) -> None:
+        for address, copy in self._copies:
+            _map(address, len(copy), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+            ctypes.memmove(address, (ctypes.c_char * len(copy)).from_buffer(copy), len(copy))
+        self._copies.clear()
+        for each in self._held:
+            each.after_in_child()
+        self._held = []
+
+
+_FORKS = _Forks()
 ADOPTIONS = Adoptions()
 """Those of this process."""
 
@@ -251,6 +285,11 @@ class _Mapping:
     inode: str
     name: str
     flags: frozenset[str] = frozenset()
+
+    @property
+    def adopted(self) -> bool:
+        """Whether these are adopted pages of this process, and not another's that it reads."""
+        return self.access == "rw-s" and self.name.startswith(f"/memfd:{_NAME}")
 
     @property
     def ordinary(self) -> bool:
