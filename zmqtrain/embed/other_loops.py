@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
@@ -24,7 +24,11 @@ class OtherLoops:
         self._endpoint, self._others, self._timeout_s = endpoint, others, timeout_s
         self.nearest: Sequence[PeerId] = others
         """The workers with which gradients are summed during backward."""
+        self.came_late: Callable[[TaskError], object] = lambda _: None
+        """Called if a loop turns out to have ended before a step that this worker has waited for: what that step has left under
+        way, such as an average of models, will not come."""
         self._ended: dict[PeerId, dict[Count, int]] = {}
+        self._reached = -1  # the last step that was waited for
         self._changed = asyncio.Event()
         endpoint.serve("session_ended", self._on_ended)
 
@@ -32,17 +36,15 @@ class OtherLoops:
         """Await ``work``, for which the others must reach a step, or a sum, of that ``number``. Raises `TaskError` if one of them
         has ended its loop before that."""
         task = asyncio.ensure_future(work)
+        if what == "steps":
+            self._reached = number
         try:
             while True:
                 of = self._others if what == "steps" else self.nearest
                 over = {peer: counts for peer, counts in self._ended.items() if peer in of and counts[what] <= number}
                 if over and not task.done():
                     peer, steps = next((peer, counts["steps"]) for peer, counts in over.items())
-                    raise TaskError(
-                        f"{peer} ended its session after {steps} steps, but this worker's loop continues: all workers must make "
-                        f"the same number of steps. session.batches() gives all the same number; with your own data, agree on "
-                        f"the smallest number with session.all_reduce()"
-                    )
+                    raise _unlike(peer, steps)
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())
                 try:
@@ -68,4 +70,14 @@ class OtherLoops:
         if caller in self._others and isinstance(steps, int) and isinstance(sums, int):
             self._ended[caller] = {"steps": steps, "sums": sums}
             self._changed.set()
+            if steps <= self._reached:
+                self.came_late(_unlike(caller, steps))
         return None
+
+
+def _unlike(peer: PeerId, steps: int) -> TaskError:
+    return TaskError(
+        f"{peer} ended its session after {steps} steps, but this worker's loop continues: all workers must make the same number of "
+        f"steps. session.batches() gives all the same number; with your own data, agree on the smallest number with "
+        f"session.all_reduce()"
+    )

@@ -121,6 +121,7 @@ class Replicated:
             if parameter.grad is not None:  # the caller's previous value
                 parameter.grad = parameter.grad.clone()
         replica.clears = False
+        others.came_late = replica.abort
         replica.connect(self._bucket_ready)
         self._hold(overlap is False or not self._decided)
         if not self._decided:

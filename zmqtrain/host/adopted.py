@@ -193,8 +193,8 @@ class Adoptions:
 class _Forks:
     """Gives forked processes ordinary pages in place of this process's adopted ones, those of all `Adoptions` at once.
 
-    Were it done for one after another, the next could give memory back whose pages the first has copied: the child would map its own
-    there, and lose it to the copy.
+    Were it done for one after another, the next could give memory back whose pages the first has copied: the child would map its
+    own there, and lose it to the copy.
     """
 
     def __init__(self) -> None:
