@@ -37,7 +37,7 @@ def main(kind: str) -> float:
         arguments = TrainingArguments(
             folder,
             num_train_epochs=5,
-            learning_rate=4e-3,
+            learning_rate=2e-3,
             per_device_train_batch_size=16,
             max_grad_norm=0,  # gradients that leave during backward cannot be clipped after it
             eval_strategy="epoch",
