@@ -38,7 +38,7 @@ INFORMED = 20
 STAY_S = 0.5
 #: Of each phase, when the one before may still show.
 EDGE_S = 0.3
-PATIENCE_S = 300.0
+PATIENCE_S = 180.0
 
 _TOPOLOGY = """
 [job]

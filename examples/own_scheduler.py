@@ -26,7 +26,7 @@ TOPOLOGY = Topology.from_dict(
 )
 
 
-async def main() -> dict[str, float]:
+async def main(topology: Topology = TOPOLOGY) -> dict[str, float]:
     """Train on the handwritten digits; returns the metrics of the last evaluation."""
     metrics: dict[str, float] = {}
 
@@ -35,7 +35,7 @@ async def main() -> dict[str, float]:
             if event["kind"] == "eval":
                 metrics.update({name: value for name, value in event["values"].items() if name.startswith("eval_")})
 
-    async with open_run(TOPOLOGY, on_report=on_report) as run, asyncio.TaskGroup() as tasks:
+    async with open_run(topology, on_report=on_report) as run, asyncio.TaskGroup() as tasks:
         # The roles: server/0, worker/0 and worker/1. This program decides which one runs where.
         tasks.create_task(run.role("server/0"))
         tasks.create_task(run.role("worker/0", task=task(lr=0.1, momentum=0.5)))

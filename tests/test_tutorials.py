@@ -18,8 +18,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-from tests.launcher.ready import ready_process
+from tests.launcher.ready import PYTHON, ready_process
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -71,25 +72,39 @@ def started(program: str, arguments: list[str], folder: Path) -> tuple[int, str]
     return done.returncode, done.stdout
 
 
-def forked(program: str, arguments: list[str], folder: Path) -> tuple[int, str]:
-    """The same of ``zmqtrain``, forked by a process that has imported torch for all of them."""
+def run(program: str, arguments: list[str], folder: Path) -> tuple[int, str]:
+    """As `started`, but forked by a process that has imported torch for all of them, where that shows the same."""
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
-    # A launch that tunes itself makes several runs, each with a zygote of its own.
-    if not ready_process().serves(environment) or "auto.toml" in arguments:
+    # A launch that tunes itself makes several runs, each with a zygote of its own. One torchrun shows all that torchrun does.
+    if not ready_process().serves(environment) or "auto.toml" in arguments or (program == "torchrun" and "zmq" in arguments):
         return started(program, arguments, folder)
     with open(folder / "output", "wb") as output, ExitStack() as stack:
+        if program == "torchrun":
+            option, count, *words = arguments
+            assert option == "--nproc-per-node"
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            said = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            environment |= {**said, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test"}
+            several = [
+                ((PYTHON, *words), {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(int(count))
+            ]
+        else:
+            several = [((*((PYTHON,) if program == "python" else ()), *arguments), environment)]
         if arguments[0] == "launch":
             _, channel = ready_process().zygote(folder, environment, output.fileno())
         else:
             channel, other = socket.socketpair()
             stack.enter_context(other)
         with channel:
-            files = (output.fileno(), output.fileno(), channel.fileno())
-            process = ready_process().command(arguments, folder, environment, *files)
+            processes = [
+                ready_process().command(command, folder, own, output.fileno(), output.fileno(), channel.fileno())
+                for command, own in several
+            ]
         try:
-            code = process.wait(PATIENCE_S)
+            code = max(abs(process.wait(PATIENCE_S)) for process in processes)
         finally:
-            process.send_signal(signal.SIGKILL)
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
     return code, (folder / "output").read_text()
 
 
@@ -101,7 +116,7 @@ def test_a_tutorial(page: Path, tmp_path: Path) -> None:
     ran = 0
     for command, shown in commands(text):
         program, *arguments = shlex.split(command)
-        code, output = (forked if program == "zmqtrain" else started)(program, arguments, tmp_path)
+        code, output = run(program, arguments, tmp_path)
         assert code == 0, f"{command}\n{output}"
         printed = [" ".join(words(line)) for line in output.splitlines()]
         for line in shown:

@@ -35,6 +35,8 @@ from zmqtrain.launcher.zygote import RUNNING, Zygote
 
 #: What a fork is if not a ``zmqtrain`` command: the zygote of one launch, or an agent's fork server.
 ZYGOTE, FORK_SERVER = "zygote", "fork server"
+#: The first word of a command that is no ``zmqtrain`` command, but a Python program with its arguments.
+PYTHON = "python"
 #: What the process calls in each fork.
 _ENTRY = "tests.launcher.ready_entry:main"
 #: What Python and torch read when they are imported: a launch that differs in it needs processes of its own.
@@ -94,7 +96,7 @@ class ReadyProcess:
     def command(
         self, words: Sequence[str], folder: Path, environ: Mapping[str, str], output: int, errors: int, channel: int
     ) -> Forked:
-        """Fork a process that runs ``zmqtrain`` with these words.
+        """Fork a process that runs ``zmqtrain`` with these words, or what comes after `PYTHON`.
 
         Args:
             folder: where it runs.

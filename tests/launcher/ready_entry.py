@@ -1,8 +1,9 @@
-"""What a fork of `tests.launcher.ready.ReadyProcess` does: it is a zygote, an agent's fork server, or a ``zmqtrain`` command."""
+"""What a fork of `tests.launcher.ready.ReadyProcess` does: it is a zygote, an agent's fork server, or a command."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -14,7 +15,7 @@ import msgpack
 import zmqtrain.cli.launch
 import zmqtrain.launcher.child
 import zmqtrain.launcher.run  # noqa: F401 - all that the forks need is in memory
-from tests.launcher.ready import FORK_SERVER, ZYGOTE
+from tests.launcher.ready import FORK_SERVER, PYTHON, ZYGOTE
 from zmqtrain.cli.main import main as command
 from zmqtrain.launcher.forkserver import ENTRY, LARGEST_MESSAGE, import_entry
 from zmqtrain.launcher.zygote import RUNNING, serve_agent, serve_launcher
@@ -44,6 +45,10 @@ def main(channel: int) -> int:
         os.environ[RUNNING] = str(files[1])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.path[0] = folder
-        sys.argv = ["zmqtrain", *what]
-        command()
+        if what[0] == PYTHON:
+            sys.argv = what[1:]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            sys.argv = ["zmqtrain", *what]
+            command()
     return 0

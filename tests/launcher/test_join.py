@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.launched import Launched
+from tests.launcher.ready import warm
 from zmqtrain.cli.join import run_join
 from zmqtrain.errors import UsageError
+from zmqtrain.launcher.forkserver import ADOPTED
 from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.train.checkpoint.folder import Checkpoint, RunShape, find_latest
 
-#: Every worker says when it computes its first loss.
+#: Every worker says when it computes its first loss. Those that train leave the processors to the one that comes.
 TASK = """
+import time
 import torch
 from torch.utils.data import TensorDataset
 from zmqtrain import Task
@@ -30,6 +33,7 @@ def loss(output, target):
     calls += 1
     if calls == 1:
         print("trains")
+    time.sleep(0.02)
     return torch.nn.functional.mse_loss(output, target)
 
 def task():
@@ -62,12 +66,12 @@ kind = "allreduce"
 def test_one_more_joins_trains_and_is_in_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "trial.toml").write_text(TOPOLOGY)
-    with Launched(tmp_path, "trial.toml") as run:
+    with warm() as started, Launched(tmp_path, "trial.toml") as run:
         run.wait_for(r"worker/\d \| trains", 2)
         with pytest.raises(UsageError, match="no other machine can join"):
             run_join(str(run.run), show=True)
         capsys.readouterr()
-        environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+        environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), ADOPTED: started.variables[ADOPTED]}
         command = (sys.executable, "-m", "zmqtrain", "join", str(run.run))
         other = subprocess.Popen(command, cwd=tmp_path.parent, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:

@@ -31,7 +31,7 @@ def loss(output, target):
     return torch.nn.functional.mse_loss(output, target)
 
 def task"""
-STEPS = 200
+STEPS = 100
 TOPOLOGY = """
 [job]
 task = "task.py"
@@ -39,7 +39,7 @@ steps = {steps}
 timeout = "60 s"
 oversubscribe = true
 restarts = 1
-eval_every = 100
+eval_every = 50
 [compute]
 groups = 3
 batch_size = 8

@@ -26,7 +26,7 @@ from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts
 
-STEPS = 200
+STEPS = 120
 #: Where many runs are made.
 FEW = 80
 TOPOLOGY = """
@@ -240,7 +240,7 @@ def run_without_servers(faults: Sequence[Fault], shape: Topology) -> Heard:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_averaging_continues_without_a_lost_worker_and_with_one_that_comes_back(method: str) -> None:
-    heard = run_without_servers([kill("worker/1", step=50), restart("worker/2", at=0.025, after=0.01)], averaging(method))
+    heard = run_without_servers([kill("worker/1", step=20), restart("worker/2", at=0.015, after=0.005)], averaging(method))
     assert heard.steps["worker/0"] == heard.steps["worker/3"] == list(range(STEPS))
     assert heard.views["worker/0"] == heard.views["worker/3"]
     assert [len(members) for _, members in heard.views["worker/0"]] == [3, 2, 3]
@@ -276,7 +276,7 @@ def allreduce(every: int = 1, job: str = "", steps: int = STEPS, epochs: int = 0
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_all_reduce_continues_without_a_lost_worker_and_with_one_that_comes_back(every: int) -> None:
-    heard = run_without_servers([kill("worker/1", step=50), restart("worker/2", at=0.05, after=0.01)], allreduce(every))
+    heard = run_without_servers([kill("worker/1", step=10), restart("worker/2", at=0.02, after=0.005)], allreduce(every))
     assert heard.steps["worker/0"] == heard.steps["worker/3"] == list(range(STEPS))
     assert [len(members) for _, members in heard.views["worker/0"]] == [3, 2, 3]
     assert heard.steps["worker/2"][-1] == STEPS - 1

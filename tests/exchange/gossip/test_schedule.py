@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
 
 WORLDS = range(1, 65)
+#: Where the work grows with the world's third power: all small ones, and of the others primes, powers, and their neighbours.
+FEWER_WORLDS = (*range(2, 21), 23, 24, 27, 31, 32, 33, 36, 48, 63, 64)
 
 
 def sends(schedule: Schedule, step: int) -> list[int]:
@@ -89,7 +91,7 @@ def met(schedule: Schedule, steps: int) -> float:
     return len(pairs) / (schedule.world * (schedule.world - 1))
 
 
-@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("world", FEWER_WORLDS)
 def test_rotation_lets_all_pairs_meet(world: int) -> None:
     """Whatever the seed, and also with nothing but the first step of each period."""
     for seed in (world, 3 * world + 1):
