@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.patience import PATIENCE_S
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d import ZmqProcessGroup
-from zmqtrain.c10d.errors import BrokenGroupError
+from zmqtrain.c10d.errors import BrokenGroupError, MismatchError
 from zmqtrain.c10d.rendezvous import rendezvous, settings_here
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 
@@ -313,6 +313,49 @@ def test_handles_end_when_the_operation_does() -> None:
     assert handle.exception() is None
     one.shutdown()
     other.shutdown()
+
+
+def test_callbacks_call_collectives_at_other_moments_on_each_rank(ranks: Ranks[Any]) -> None:
+    """Of one size, so that values would be mixed without an error: the first rank's callback comes after the program's next call,
+    and that of other ranks before it, in the thread that attaches it or in another one."""
+
+    def work(group: ZmqProcessGroup) -> None:
+        rank, size = group.rank(), group.size()
+        called, answered = threading.Event(), threading.Event()
+        first, second, third = content(rank, 9), content(rank, 9) * 2, content(rank, 9) * 3
+
+        def call(_done: Any) -> Tensor:
+            if rank == 0:
+                assert called.wait(PATIENCE_S)
+            handle = group.allreduce([third])
+            answered.set()
+            handle.wait()
+            return third
+
+        handle = group.allreduce([first])
+        if rank == size - 1:
+            handle.wait()
+        future = handle.get_future().then(call).then(lambda done: done.value() + 1)
+        if rank:
+            assert answered.wait(PATIENCE_S)
+        group.allreduce([second]).wait()
+        called.set()
+        total = sum(content(each, 9) for each in range(size))
+        assert torch.equal(future.wait(), 3 * total + 1)
+        assert torch.equal(second, 2 * total)
+
+    ranks(work)
+
+
+def test_a_callback_that_only_one_rank_has() -> None:
+    one, other = groups_of(2, timeout_s=0.3)
+    mine = one.allreduce([torch.ones(1)]).get_future().then(lambda _done: one.allreduce([torch.ones(1)]).wait())
+    with pytest.raises(MismatchError, match=r"barrier .*other ranks have called another operation before"):
+        (other.allreduce([torch.ones(1)]), other.barrier())[1].wait()
+    with pytest.raises(PeerTimeoutError, match=r"rank 1 did not answer .* all_reduce \(operation 1 of a callback"):
+        mine.wait()
+    one.abort()
+    other.abort()
 
 
 def test_a_rank_that_is_late_is_named() -> None:

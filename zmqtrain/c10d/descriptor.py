@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from zmqtrain.c10d.errors import MismatchError
+from zmqtrain.c10d.order import PROGRAM, OtherStreamError
 
-_FORMAT = struct.Struct("<24s16sqqqq")
+_FORMAT = struct.Struct("<24s16sqqqqq")
 #: Bytes of a packed descriptor.
 NBYTES = _FORMAT.size
 
@@ -23,18 +24,21 @@ class Descriptor:
     kind: str
     """The operation's name in torch."""
     number: int
-    """How many collectives of the group this rank called before, and itself."""
+    """How many collectives of the group and of the stream this rank called before, and itself."""
     dtype: torch.dtype | None = None
     numel: int = -1
     """Elements of each rank's tensor; -1 where they may differ, or there are none."""
     root: int = -1
     detail: int = 0
     """A checksum of what else must be equal: the lengths of parts, the reduce operation."""
+    stream: int = PROGRAM
+    """Whose order it keeps (`zmqtrain.c10d.order`)."""
 
     def pack(self) -> bytes:
         """``NBYTES`` bytes."""
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        return _FORMAT.pack(self.kind.encode()[:24], dtype.encode()[:16], self.number, self.numel, self.root, self.detail)
+        kind = self.kind.encode()[:24]
+        return _FORMAT.pack(kind, dtype.encode()[:16], self.number, self.numel, self.root, self.detail, self.stream)
 
 
 def checksum(*what: object) -> int:
@@ -44,18 +48,24 @@ def checksum(*what: object) -> int:
 
 def told(packed: bytes) -> str:
     """A packed descriptor for an error's text."""
-    kind, dtype, number, numel, root, _ = _FORMAT.unpack(packed)
+    kind, dtype, number, numel, root, _, stream = _FORMAT.unpack(packed)
     text = bytes(kind).rstrip(b"\0").decode()
     if dtype.strip(b"\0"):
         of = bytes(dtype).rstrip(b"\0").decode()
         text += f" of {numel} x {of}" if numel >= 0 else f" of {of}"
-    return text + (f" from rank {root}" if root >= 0 else "") + f" (collective {number})"
+    return text + (f" from rank {root}" if root >= 0 else "") + f" (collective {number}{' of a callback' * (stream != PROGRAM)})"
 
 
 def require_equal(packed: Sequence[bytes], names: Sequence[str], *, more: str = "") -> None:
-    """Raise `MismatchError` if the ranks' descriptors differ. ``names``: of the ranks. ``more``: what else this rank knows."""
+    """Raise `MismatchError` if the ranks' descriptors differ, and `OtherStreamError` if they are of different streams.
+
+    ``names``: of the ranks. ``more``: what else this rank knows.
+    """
     if all(each == packed[0] for each in packed):
         return
+    streams = [_FORMAT.unpack(each)[-1] for each in packed]
+    if any(stream != streams[0] for stream in streams):
+        raise OtherStreamError(streams[0])
     calls: dict[bytes, list[str]] = {}
     for each, name in zip(packed, names, strict=True):
         calls.setdefault(each, []).append(name)
@@ -65,7 +75,8 @@ def require_equal(packed: Sequence[bytes], names: Sequence[str], *, more: str = 
     raise MismatchError(
         f"the ranks of a process group called different operations ({'; '.join(lines)})"
         + (", with other lengths of parts, or another reduce operation" if same else "")
-        + ". All must call the same operations in the same order, with the same sizes and dtypes. "
+        + ". All must call the same operations in the same order, with the same sizes and dtypes; threads that call at the "
+        "same time need a group each. "
         + (more or "TORCH_DISTRIBUTED_DEBUG=DETAIL adds this rank's shapes and the line that called")
     )
 

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from zmqtrain.c10d.averaging import Averaging
 from zmqtrain.c10d.groups import Groups, average_over_ranks
 from zmqtrain.c10d.servers import ModelServers
-from zmqtrain.c10d.work import Lane
+from zmqtrain.c10d.work import Handle, Lane
 from zmqtrain.collectives.group import bounds
 from zmqtrain.exchange.gossip.schedule import Schedule, Shape
 
@@ -59,7 +59,8 @@ class Gossip:
         """Average a bucket's gradients, in place."""
         gradients, step = bucket.buffer(), self._step
         self._step += bucket.is_last()
-        handle = self._lane.submit([gradients], f"gossip of step {step}", lambda: self._average(gradients, step))
+        handle = Handle([gradients], f"gossip of step {step}")
+        self._lane.submit(handle, lambda: self._average(gradients, step))
         return handle.get_future().then(lambda done: done.value()[0])
 
     def _average(self, gradients: Tensor, step: int) -> None:

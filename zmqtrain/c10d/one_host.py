@@ -33,7 +33,14 @@ class OneHost:
         """All ranks of a host read the same descriptors before anything else is done."""
         return (MismatchError,)
 
-    def begin(self, descriptor: Descriptor, more: str) -> None:
+    @property
+    def timeout_s(self) -> float:
+        return self._team.timeout_s
+
+    def look(self, what: str) -> None:
+        self._team.look(what)
+
+    def begin(self, descriptor: Descriptor, more: str, *, before: bool) -> None:
         self.check(descriptor.pack(), lambda packed: require_equal(packed, self._team.names, more=more))
 
     def check(self, packed: bytes, check: Callable[[list[bytes]], None]) -> None:

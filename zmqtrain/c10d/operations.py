@@ -48,9 +48,9 @@ def reduction_of(operation: Any, dtype: torch.dtype, size: int) -> Reduction:
         raise TypeError(f"the zmq backend does not support the reduce operation {operation}")
     combine, exact = _COMBINE[kind], not (dtype.is_floating_point or dtype.is_complex)
     if combine in (torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor) and not exact:
-        raise TypeError(f"{operation} is defined for integers and booleans, not for {dtype}")
+        raise TypeError(f"{kind} is defined for integers and booleans, not for {dtype}")
     if combine in (torch.minimum, torch.maximum) and dtype.is_complex:
-        raise TypeError(f"{operation} is not defined for {dtype}")
+        raise TypeError(f"{kind} is not defined for {dtype}")
     if kind == dist.ReduceOp.AVG:
         if dtype is torch.bool:
             raise TypeError("the average of booleans is not a boolean: use SUM of an integer tensor, and divide the result")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from zmqtrain.c10d.eager import never_compiled
 from zmqtrain.c10d.errors import of_torch
 from zmqtrain.c10d.flat import Flat, Flats
 from zmqtrain.c10d.operations import Reduction, reduction_of
+from zmqtrain.c10d.order import PROGRAM, Following, next_call
 from zmqtrain.c10d.sparse import add_sparse
 from zmqtrain.c10d.transport import Transport
 from zmqtrain.c10d.work import Handle, Lane, after_the_device
@@ -50,11 +52,13 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, transport: Transport, rank: int, size: int, names: Sequence[str]) -> None:
         super().__init__(rank, size)
         self._transport, self._rank_here, self._size_here, self._names = transport, rank, size, names
-        self._lane = Lane("zmqtrain-c10d", transport.goes_on)
+        self._lane = Lane("zmqtrain-c10d", transport.goes_on, transport.look, transport.timeout_s)
         self._lanes: dict[int, Lane] = {}  # receiver -> its messages
         self._opening = threading.Lock()
         self._kept: deque[Handle] = deque(maxlen=KEPT_HANDLES)
-        self._count = 0
+        self._count = itertools.count(1)
+        self.callbacks = False
+        """Whether a future of this group has a callback (`zmqtrain.c10d.order`)."""
         self._closed = False
         self._group_name = self._group_description = ""
 
@@ -267,7 +271,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 with Flat(tensor, write=False) as flat:
                     self._transport.send(to, tag, flat, what)
 
-        return self._lane_of(to).submit(tensors, what, do)
+        return self._lane_of(to).submit(Handle(tensors, what), do)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Handle:
         return self._receive(tensors, [source], tag, self._message("receive from", source, tag))
@@ -399,17 +403,19 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._require_open(name)
         for tensor in (*tensors, *reads):
             _require_layout(name, tensor, sparse=name.startswith("all_reduce"))
-        self._count += 1
-        what = f"{name} (operation {self._count} of group {self._group_text()})"
-        call = _Call(self._transport, name, self._count, what, _described(tensors, reads) if _in_detail() else "")
+        stream, number = next_call(self, self._count.__next__)
+        what = f"{name} (operation {number} of {'a callback, ' * (stream != PROGRAM)}group {self._group_text()})"
+        before = self.callbacks or stream != PROGRAM
+        call = _Call(self._transport, name, stream, number, what, _described(tensors, reads) if _in_detail() else "", before)
+        handle = Handle(tensors, what, lambda: Following(self, (stream, number)))
         if not _profiler_enabled():
             waits = not getattr(opts, "asyncOp", True)  # torch says whether it waits at once
-            handle = self._lane.submit(tensors, what, lambda: do(call), reads=reads, waits=waits)
+            self._lane.submit(handle, lambda: do(call), reads=reads, waits=waits, stream=stream)
             if len(tensors) == 1 and tensors[0].numel() == 1:
                 self._kept.append(handle)
             return handle
         with torch.profiler.record_function(f"zmq:{name}") as span:
-            handle = self._lane.submit(tensors, what, lambda: do(call), reads=reads)
+            self._lane.submit(handle, lambda: do(call), reads=reads, stream=stream)
             span._call_end_callbacks_on_future(handle.get_future())
         return handle
 
@@ -443,12 +449,14 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 class _Call:
     """A collective that is being carried out: what this rank tells the others of it."""
 
-    def __init__(self, transport: Transport, name: str, number: int, what: str, more: str) -> None:
-        self._transport, self._name, self._number, self.what, self._more = transport, name, number, what, more
+    def __init__(self, transport: Transport, name: str, stream: int, number: int, what: str, more: str, before: bool) -> None:
+        self._transport, self._name, self._stream, self._number = transport, name, stream, number
+        self.what, self._more, self._before = what, more, before
 
     def begin(self, dtype: torch.dtype | None = None, numel: int = -1, *, root: int = -1, detail: tuple[object, ...] = ()) -> None:
         """Before each use of the transport. The arguments are those of `Descriptor`."""
-        self._transport.begin(Descriptor(self._name, self._number, dtype, numel, root, checksum(*detail)), self._more)
+        descriptor = Descriptor(self._name, self._number, dtype, numel, root, checksum(*detail), self._stream)
+        self._transport.begin(descriptor, self._more, before=self._before)
 
     def begin_parts(self, parts: Sequence[Tensor], *, detail: tuple[object, ...] = ()) -> None:
         """The same for parts whose lengths all ranks know."""

@@ -105,7 +105,14 @@ class SeveralHosts:
         """None: where ranks of another host disagree, parts of the operation are on their way."""
         return ()
 
-    def begin(self, descriptor: Descriptor, more: str) -> None:
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    def look(self, what: str) -> None:
+        self._here.look(what)
+
+    def begin(self, descriptor: Descriptor, more: str, *, before: bool) -> None:
         """Compare within the host; the next use of the network compares with other hosts."""
         packed = descriptor.pack()
         self._begun, self._more = packed, more
@@ -120,6 +127,8 @@ class SeveralHosts:
 
         self._here.check(packed, check)
         self._here.barrier("what the ranks of this host call")
+        if before:
+            self._call(_nothing(), "what the ranks of other hosts call")
 
     def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:
         tag = self._tag()
@@ -288,8 +297,9 @@ class SeveralHosts:
             if content.startswith(_REFUSED):
                 text = content.removeprefix(_REFUSED).rstrip(b"\0").decode(errors="replace")
                 raise MismatchError(f"{text} (seen by {self._peers[rank]})")
-        ranks = [self._rank, *found]
-        packed = [begun, *(found[rank][: len(begun)] for rank in ranks[1:])]
+        found[self._rank] = begun
+        ranks = sorted(found, key=lambda rank: next(place for place, of_host in enumerate(self._hosts) if rank in of_host))
+        packed = [found[rank][: len(begun)] for rank in ranks]  # those of the first host come first, on all ranks
         require_equal(packed, [self._peers[rank] for rank in ranks], more=self._more)
 
     def _told(self, error: BaseException, what: str) -> BaseException:

@@ -24,10 +24,20 @@ class Transport(Protocol):
         """Errors after which all ranks are still at the same point, and can go on with other operations."""
         ...
 
-    def begin(self, descriptor: Descriptor, more: str) -> None:
-        """What the next operation is. It raises `MismatchError`, on all ranks, if another rank has begun a different one.
+    @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for the others."""
+        ...
 
-        ``more``: what else is known of this rank's call, for the error.
+    def look(self, what: str) -> None:
+        """Raise if a rank of this host is lost. Called while no operation is carried out."""
+
+    def begin(self, descriptor: Descriptor, more: str, *, before: bool) -> None:
+        """What the next operation is. It raises `MismatchError`, on all ranks, if another rank has begun a different one, and
+        `OtherStreamError` if that has an order of its own; nothing has been changed then.
+
+        ``more``: what else is known of this rank's call, for the error. ``before``: operations of several streams may meet, so the
+        ranks compare before they send anything.
         """
 
     def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:

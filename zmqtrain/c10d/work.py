@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -15,45 +17,25 @@ from torch import Tensor
 from torch.distributed import Work
 
 from zmqtrain.c10d.eager import never_compiled
-from zmqtrain.c10d.errors import BrokenGroupError, WaitTimeoutError, of_torch
+from zmqtrain.c10d.errors import BrokenGroupError, MismatchError, WaitTimeoutError, of_torch
+from zmqtrain.c10d.futures import CALLBACKS, OperationFuture, TensorsFuture, wanted_by_cpp
+from zmqtrain.c10d.order import PROGRAM, Following, Line, OtherStreamError
+from zmqtrain.host.team import LOOK_S
 from zmqtrain.train.device.accelerator import accelerator_of
-
-#: Threads that call what a program has attached to futures. More than one, since a callback may wait for other operations, and for
-#: futures of theirs; each is started only when all others are busy.
-MOST_CALLBACKS = 64
-
-
-class _Callbacks:
-    """The threads, which a forked process does not inherit."""
-
-    def __init__(self) -> None:
-        self._pool = self._new()
-        os.register_at_fork(after_in_child=self._forked)
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self._pool.submit(work)
-
-    def _forked(self) -> None:
-        self._pool = self._new()
-
-    @staticmethod
-    def _new() -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(MOST_CALLBACKS, thread_name_prefix="zmqtrain-c10d-callbacks")
-
-
-_CALLBACKS = _Callbacks()
 
 
 @never_compiled
 class Handle(Work):
     """One operation: torch's work handle."""
 
-    def __init__(self, tensors: Sequence[Tensor], what: str) -> None:
-        """``tensors``: the operation's result, once it is done."""
+    def __init__(self, tensors: Sequence[Tensor], what: str, following: Callable[[], Following] | None = None) -> None:
+        """``tensors``: the operation's result, once it is done. ``following``: what callbacks of its future call, if that has an
+        order of its own."""
         super().__init__()
         self.what = what
-        self._tensors = list(tensors)
-        self._future: torch.futures.Future[Any] | None = None
+        self._tensors, self._following = list(tensors), following
+        self._future: OperationFuture | None = None
+        self._futures_for_cpp: list[TensorsFuture] = []
         self._asking = threading.Lock()
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -91,13 +73,24 @@ class Handle(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Completes with the list of result tensors. Callbacks run in threads of their own, and may wait for other operations."""
+        if wanted_by_cpp(self._tensors):
+            return self._future_for_cpp()
         with self._asking:
             if self._future is None:
                 elsewhere = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
-                self._future = torch.futures.Future(devices=sorted(elsewhere, key=str))
+                self._future = OperationFuture(sorted(elsewhere, key=str), self._following and self._following())
                 if self._ended.is_set():
                     self._complete()
             return self._future
+
+    def _future_for_cpp(self) -> torch.futures.Future[Any]:
+        made = TensorsFuture(self._tensors)
+        with self._asking:
+            if not self._ended.is_set():
+                self._futures_for_cpp.append(made)
+                return made.future
+        made.end(self._error)
+        return made.future
 
     def end(self, error: BaseException | None) -> None:
         """The operation has ended."""
@@ -105,14 +98,16 @@ class Handle(Work):
             self._error = error
             self._ended.set()
             if self._future is not None:
-                _CALLBACKS.submit(self._complete)
+                CALLBACKS.submit(self._complete)
+        for each in self._futures_for_cpp:
+            each.end(error)
 
     def _complete(self) -> None:
         assert self._future is not None
         if self._error is None:
-            self._future.set_result(self._tensors)
+            self._future.complete(self._tensors)
         elif isinstance(self._error, Exception):
-            self._future.set_exception(self._error)
+            self._future.fail(self._error)
 
 
 def after_the_device(tensors: Sequence[Tensor], do: Callable[[], None]) -> Callable[[], None]:
@@ -134,14 +129,44 @@ def after_the_device(tensors: Sequence[Tensor], do: Callable[[], None]) -> Calla
     return work
 
 
+@dataclass(eq=False, slots=True)
+class _Job:
+    """An operation that has not ended."""
+
+    handle: Handle
+    do: Callable[[], None]
+    stream: int
+
+
+class _Signal(Enum):
+    """To the thread of a lane."""
+
+    LOOK = auto()
+    """Another thread has put an operation back."""
+    END = auto()
+    """There will be no others."""
+
+
 class Lane:
     """Carries operations out one after another, in a thread of its own, or in that of a caller who waits."""
 
-    def __init__(self, name: str, goes_on: tuple[type[Exception], ...] = ()) -> None:
-        """``goes_on``: errors after which the next operations are carried out; after all others they raise `BrokenGroupError`."""
-        self._queue: queue.SimpleQueue[tuple[Handle, Callable[[], None]] | None] = queue.SimpleQueue()
+    def __init__(
+        self,
+        name: str,
+        goes_on: tuple[type[Exception], ...] = (),
+        look: Callable[[str], None] = lambda what: None,
+        timeout_s: float = math.inf,
+    ) -> None:
+        """
+        Args:
+            goes_on: errors after which the next operations are carried out; after all others they raise `BrokenGroupError`.
+            look: raises if the operation with this name can never be carried out, since another rank is lost.
+            timeout_s: how long an operation waits for one that other ranks carry out before (`zmqtrain.c10d.order`).
+        """
+        self._queue: queue.SimpleQueue[_Job | _Signal] = queue.SimpleQueue()
+        self._line: Line[_Job] = Line()  # of the thread whose turn it is
         self._error: Exception | None = None
-        self._goes_on = goes_on
+        self._goes_on, self._look, self._timeout_s = goes_on, look, timeout_s
         self._order = threading.Lock()
         self._pending = 0  # operations that have been submitted, and have not ended
         self._turn = threading.Lock()  # of the thread that carries one out
@@ -150,36 +175,37 @@ class Lane:
 
     def submit(
         self,
-        tensors: Sequence[Tensor],
-        what: str,
+        handle: Handle,
         do: Callable[[], None],
         *,
         reads: Sequence[Tensor] = (),
         waits: bool = False,
+        stream: int = PROGRAM,
     ) -> Handle:
         """Do it after everything submitted before, and after the work that the caller has queued on a device so far.
 
-        ``tensors``: the result. ``reads``: other tensors on the device that it reads. ``waits``: the caller waits for it at once:
-        if nothing else is pending, it is done in this thread, before this returns, and no other one has to be woken. Without
-        ``waits`` this never blocks.
+        ``reads``: tensors on the device that it reads, beside its result. ``waits``: the caller waits for it at once: if nothing
+        else is pending, it is done in this thread, before this returns, and no other one has to be woken. Without ``waits`` this
+        never blocks. ``stream``: whose order it keeps; `OtherStreamError`, raised by ``do``, has another one come before it.
         """
-        handle = Handle(tensors, what)
-        waits = waits and not _observed() and all(tensor.device.type == "cpu" for tensor in (*tensors, *reads))
+        tensors = (*handle.result(), *reads)
+        waits = waits and not _observed() and all(tensor.device.type == "cpu" for tensor in tensors)
+        job = _Job(handle, do if waits else after_the_device(tensors, do), stream)
         with self._order:
             here = waits and not self._pending
             self._pending += 1
             if here:
                 self._turn.acquire()  # at once: nobody carries anything out
             else:
-                self._queue.put((handle, after_the_device([*tensors, *reads], do)))
+                self._queue.put(job)
         if here:
             with torch.no_grad():
-                self._carry_out(handle, do)
+                self._carry_out(job)
         return handle
 
     def close(self) -> None:
         """End after everything submitted so far."""
-        self._queue.put(None)
+        self._queue.put(_Signal.END)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the end. Returns whether the thread has ended."""
@@ -188,33 +214,81 @@ class Lane:
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)  # a setting of each thread
-        while (job := self._queue.get()) is not None:
+        while (job := self._queue.get()) is not _Signal.END:
             self._turn.acquire()
-            self._carry_out(*job)
+            if isinstance(job, _Job):
+                self._line.add(job)
             del job  # it holds references to tensors
+            while self._line:
+                failure = self._seek()
+                self._carry_out(self._line.take(), failure)
+                if not self._line:  # who puts an operation back from now on gives a signal
+                    break
+                self._turn.acquire()
+            else:
+                self._turn.release()
         with self._turn:  # what a caller carries out
             pass
 
-    def _carry_out(self, handle: Handle, do: Callable[[], None]) -> None:
-        """In this thread's turn, which ends."""
+    def _seek(self) -> Exception | None:
+        """Wait for the operation that comes first. Returns why it will not come."""
+        first, deadline = self._line.first, time.monotonic() + self._timeout_s
+        try:
+            while self._line.seeks:
+                try:
+                    job = self._queue.get(timeout=LOOK_S)
+                except queue.Empty:
+                    self._look(first.handle.what)
+                    if time.monotonic() >= deadline:
+                        raise self._other_first(first) from None
+                    continue
+                if job is _Signal.END:
+                    self._queue.put(job)
+                    raise self._other_first(first)
+                if isinstance(job, _Job):
+                    self._line.add(job)
+        except Exception as error:  # noqa: BLE001 - passed to those who wait for the operation
+            self._line.give_up()
+            return of_torch(error)
+        return None
+
+    @staticmethod
+    def _other_first(job: _Job) -> MismatchError:
+        return MismatchError(
+            f"{job.handle.what}: other ranks have called another operation before, in a callback of a future or outside of "
+            "callbacks, which this rank has not called. All must call the same operations"
+        )
+
+    def _carry_out(self, job: _Job, failure: Exception | None = None) -> None:
+        """In this thread's turn, which ends. ``failure``: why it cannot be, nor what comes after it."""
         told: Exception | None = None
+        ended = True
         try:
             # After a failed operation the ranks are no longer at the same point.
             if self._error is not None:
-                raise BrokenGroupError(handle.what, self._error)
-            do()
+                raise BrokenGroupError(job.handle.what, self._error)
+            if failure is not None:
+                self._error = failure
+                raise failure
+            job.do()
+        except OtherStreamError as other:
+            ended = False
+            self._line.put_back(job, other.stream)
+            if threading.current_thread() is not self._thread:
+                self._queue.put(_Signal.LOOK)
         except Exception as error:  # noqa: BLE001 - passed to those who wait for the operation
             told = of_torch(error)
             if self._error is None and not isinstance(told, self._goes_on):
                 self._error = told
         except BaseException:  # of a caller that is interrupted
-            told = self._error = self._error or InterruptedError(f"{handle.what} was interrupted")
+            told = self._error = self._error or InterruptedError(f"{job.handle.what} was interrupted")
             raise
         finally:
             self._turn.release()
-            with self._order:
-                self._pending -= 1
-            handle.end(told)
+            if ended:
+                with self._order:
+                    self._pending -= 1
+                job.handle.end(told)
 
 
 def _observed() -> bool:
