@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,3 +166,15 @@ async def test_parameters_that_a_schedule_has_frozen_at_first_are_trained_once_i
     first, last = [await trained(recipe(), exchange, steps=steps, size=2) for steps in (1, 7)]
     assert torch.allclose(last, alone(recipe(), 7, 12), rtol=1e-9, atol=0)
     assert bool((first != last).all()), "all of them move in the end"
+
+
+@pytest.mark.parametrize(("kind", "what"), [("counts", "'lr', 'k'"), ("clips", None)])
+async def test_what_an_optimizer_keeps_beside_its_state_is_warned_of_with_the_first_checkpoint(
+    kind: str, what: str | None, tmp_path: Path
+) -> None:
+    shape = {"groups": 1, "group_size": 2, "batch_size": 12}
+    topology = topology_of(job={"steps": 4, "checkpoint_every": 2}, compute=shape)
+    result = await run(topology, Recipe(optimizer=OPTIMIZERS[kind]), folder=tmp_path)
+    assert not result.errors
+    warnings = [event["text"] for recorder in result.recorders.values() for event in recorder.of("warning")]
+    assert [what is not None and what in text for text in warnings] == [True] * (what is not None)

@@ -213,6 +213,7 @@ class Core:
                 served=served,
                 weight=self._weight,
                 ended=self._step_ended,
+                warn=lambda text: self.context.recorder.event("warning", step=self._step, text=text),
                 call_back=self.callbacks.deliver,
                 stops=self._stops,
                 stop=self._stop,

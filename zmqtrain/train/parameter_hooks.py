@@ -1,6 +1,7 @@
 """Hooks of the task's own on parameters, where a parameter's gradient is the sum of several parts.
 
-A hook of ``register_hook`` is called with each part, so only a linear one (a mask, a factor) gives what it would give in one process.
+A hook of ``register_hook`` is called with each part, so only a linear one (a mask, a factor) gives what it would give in one
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def require_linear_hooks(model: nn.Module) -> None:
     """Raise `TaskError` for hooks on parameters that do not commute with the sum of a gradient's parts. Each is tried three times,
     on random gradients."""
     for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if parameter._post_accumulate_grad_hooks:
             raise TaskError(
                 f"the parameter {name!r} has a hook of register_post_accumulate_grad_hook(), which would see only this worker's "
                 "part of the gradient: let the optimizer do its work"
@@ -28,8 +29,8 @@ def require_linear_hooks(model: nn.Module) -> None:
         hooks = [hook for hook in (parameter._backward_hooks or {}).values() if not isinstance(hook, OwnHook)]
         if hooks and not _linear(hooks, parameter):
             raise TaskError(
-                f"a hook on the parameter {name!r} (register_hook) is not linear: it would be called with this worker's part of the "
-                "gradient, and the sum of its results is not what it makes of the whole gradient. Clip with [optimizer] clip_norm, "
+                f"a hook on the parameter {name!r} (register_hook) is not linear: it would be called with this worker's part of "
+                "the gradient, and the sum of its results is not what it makes of the whole one. Clip with [optimizer] clip_norm, "
                 "let the optimizer change gradients in its step(), or use a loop of your own (docs/sessions.md)"
             )
 
