@@ -13,6 +13,7 @@ from zmqtrain.embed.loss_graph import not_a_mean, watch_backward
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 CLASSES = torch.tensor([0.2, 1.0, 5.0])
+WEIGHT = nn.Parameter(torch.ones(6, 3))
 WORN = nn.Parameter(torch.zeros(2))
 BINARY = functional.binary_cross_entropy_with_logits
 
@@ -41,7 +42,11 @@ OTHERS: dict[str, tuple[Loss, str]] = {
         lambda s, t: (1 - (-functional.cross_entropy(s, t)).exp()) ** 2 * functional.cross_entropy(s, t),
         "product or quotient",
     ),
-    "contrastive": (lambda s, t: functional.cross_entropy(s @ s.T, torch.arange(6)), "compares each sample with the others"),
+    "contrastive, with a learned temperature": (
+        lambda s, t: functional.cross_entropy(WORN[0].exp() * (s.tanh() @ s.sin().T), torch.arange(6)),
+        "compares each sample",
+    ),
+    "contrastive": (lambda s, t: functional.cross_entropy((s.tanh() @ s.sin().T) / 0.1, torch.arange(6)), "compares each sample"),
 }
 MEANS: dict[str, Loss] = {
     "mean": functional.cross_entropy,
@@ -60,6 +65,7 @@ MEANS: dict[str, Loss] = {
     "focal, of samples": lambda s, t: ((1 - (-functional.cross_entropy(s, t, reduction="none")).exp()) ** 2).mean(),
     "probabilities": lambda s, t: functional.cross_entropy(s, s.detach().softmax(1), weight=CLASSES),
     "a norm of weights": lambda s, t: functional.cross_entropy(s, t) + WORN.square().mean().sqrt(),
+    "as many classes as samples, in order": lambda s, t: functional.cross_entropy(s @ WEIGHT.T, torch.arange(6)),
     "as many classes as samples": lambda s, t: functional.cross_entropy(s @ s.T, t),
 }
 

@@ -17,6 +17,8 @@ from torch.autograd.graph import Node
 
 #: So many nodes are looked at, beginning with the loss.
 MOST_NODES = 64
+#: So many nodes may be between a loss and the product that its scores come from: a logarithm, a temperature.
+MOST_SCALED = 6
 #: What adds terms, or does not change the value of a single element.
 _ADDS = frozenset(
     {"Add", "Sub", "Neg", "Squeeze", "Unsqueeze", "View", "UnsafeView", "Reshape", "Clone", "Alias", "ToCopy", "Expand"}
@@ -98,18 +100,31 @@ def _of_torchs(node: Any, *, scaled: bool) -> str:
         return f"it has class weights, so workers count by the weights of their targets: {_WEIGHTED}"
     if counted != target.numel():
         return f"it leaves out targets (ignore_index), so workers with more of them would count too much: {_WEIGHTED}"
-    scores = node._saved_self
-    if (
-        target.ndim == 1
-        and 1 < len(target) == scores.shape[1]
-        and bool((target == torch.arange(len(target), device=target.device)).all())
-    ):
+    if target.ndim == 1 and 1 < len(target) == node._saved_self.shape[1] and _of_pairs(node):
+        own = torch.arange(len(target), device=target.device)
+        if not torch.equal(target, own):
+            return ""
         return (
             "it compares each sample with the others of its batch (a contrastive loss), and each worker has only its own part of "
             "these: use one worker, or a grid in which one column has all samples; if each worker's own loss is meant, write "
             "session.backward(loss * n, n) for its n samples"
         )
     return ""
+
+
+def _of_pairs(node: Node, left: int = MOST_SCALED) -> bool:
+    """Whether the loss's scores are products of two activations each, and not of activations and weights."""
+    children = [child for child, _ in node.next_functions if child is not None]
+    if _kind(node) == "Mm":
+        return len(children) == 2 and not any(map(_is_weight, children))
+    return left > 0 and len(children) <= 2 and any(_of_pairs(child, left - 1) for child in children)
+
+
+def _is_weight(node: Node) -> bool:
+    """Whether this is a parameter, perhaps transposed."""
+    while _kind(node) in ("T", "Transpose", "Permute", "ToCopy") and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return "AccumulateGrad" in node.name()
 
 
 _lock = threading.Lock()
