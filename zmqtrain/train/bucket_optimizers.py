@@ -14,7 +14,8 @@ class BucketOptimizers:
     """Optimizers of the same class, one per bucket, that share the state and the hyperparameters of the one they are made from.
 
     Checkpoints and learning-rate schedules therefore see the task's own optimizer, as if it ran itself. Anything else that an
-    optimizer keeps, beside torch's ``state`` and ``param_groups``, is shared, too. Hooks on its step run once per bucket.
+    optimizer keeps, beside torch's ``state`` and ``param_groups``, is shared, too. For classes of ``torch.optim`` without hooks on
+    their step (`is_torchs_own`): of others it is not known that their step may be divided.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
