@@ -24,16 +24,20 @@ def topology_of(**sections: Any) -> Topology:
     return Topology.model_validate(sections)
 
 
-def run_sessions(topology: Topology, program: Callable[[Session], T]) -> list[T]:
-    """``program(session)`` on each worker of the topology; what it returns, by rank. Raises the first worker's error."""
+def run_sessions(topology: Topology, program: Callable[[Session], T], warnings: list[str] | None = None) -> list[T]:
+    """``program(session)`` on each worker of the topology; what it returns, by rank. Raises the first worker's error. ``warnings``
+    gets those of the run."""
     with TemporaryDirectory() as folder:
-        return asyncio.run(_run(topology, program, Path(folder, "checkpoints")))
+        return asyncio.run(_run(topology, program, Path(folder, "checkpoints"), [] if warnings is None else warnings))
 
 
-async def _run(topology: Topology, program: Callable[[Session], T], folder: Path) -> list[T]:
+async def _run(topology: Topology, program: Callable[[Session], T], folder: Path, warnings: list[str]) -> list[T]:
+    def reported(peer: str, events: list[dict[str, Any]]) -> None:
+        warnings.extend(event["values"]["text"] for event in events if event["kind"] == "warning")
+
     results: dict[int, T] = {}
     errors: list[BaseException] = []
-    async with open_run(topology, network=MemoryNetwork(), checkpoints=folder) as run:
+    async with open_run(topology, network=MemoryNetwork(), checkpoints=folder, on_report=reported) as run:
         made = asyncio.Event()  # all sessions, each of which seeds torch, that all threads share
         waiting = len(run.placement.workers)
 

@@ -81,3 +81,22 @@ def test_other_objects_are_refused() -> None:
             train_data=[0],
             callbacks=[lambda done: None],  # type: ignore[list-item]
         )
+
+
+async def test_a_callback_that_changes_parameters_is_refused() -> None:
+    recipe = Recipe()
+
+    class Clamps(Callback):
+        def __init__(self, peer: str) -> None:
+            self.peer = peer
+
+        def on_step(self, done: StepDone) -> None:
+            with torch.no_grad():
+                for parameter in recipe.models[self.peer].parameters():
+                    parameter.clamp_(-0.1, 0.1)
+
+    topology = topology_of(job={"steps": 3}, compute={"groups": 1, "group_size": 2, "batch_size": 8})
+    result = await run(topology, lambda peer: replace(recipe(peer), callbacks=[Clamps(peer)]))
+    assert any(
+        isinstance(error, TaskError) and "a callback has changed '0.weight'" in str(error) for error in result.errors.values()
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,3 +82,63 @@ async def test_modules_in_evaluation_mode_are_warned_of() -> None:
     (text,) = warnings(await trained(model))
     assert "returned '0' in evaluation mode" in text
     assert not warnings(await trained(lambda: model().eval()))  # as a pretrained model is returned
+
+
+class Centered(nn.Module):
+    """A loss with a running mean of its own, and perhaps a parameter."""
+
+    def __init__(self, *, learns: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=learns)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(output - self.center, target) * self.scale
+        with torch.no_grad():
+            self.center.lerp_(output.mean(0), 0.5)
+        return loss
+
+
+async def loss_warnings(*, learns: bool, groups: int) -> list[str]:
+    recipe = Recipe(model=Keeps, loss=nn.CrossEntropyLoss())
+    shape = {"groups": groups, "group_size": 1, "batch_size": 8}
+    made = lambda peer: replace(recipe(peer), loss=Centered(learns=learns))  # noqa: E731
+    return warnings(await run(topology_of(job={"steps": 4}, compute=shape, exchange=EXCHANGES[0]), made))
+
+
+async def test_what_a_loss_keeps_of_a_workers_own_samples_is_warned_of() -> None:
+    (text,) = await loss_warnings(learns=False, groups=2)
+    assert "'Task.loss.center'" in text
+    assert not await loss_warnings(learns=False, groups=1)
+
+
+async def test_parameters_of_a_loss_which_nobody_trains_are_warned_of() -> None:
+    (text,) = await loss_warnings(learns=True, groups=1)
+    assert "Task.loss has parameters ('scale'), which nobody trains" in text
+
+
+def with_hook(hook: Any, *, late: bool = False) -> Any:
+    def model() -> nn.Module:
+        made = Keeps()
+        parameter = made.layer.weight
+        (parameter.register_post_accumulate_grad_hook if late else parameter.register_hook)(hook)
+        return made
+
+    return model
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+async def test_hooks_on_parameters_that_need_the_whole_gradient_are_refused(exchange: dict[str, Any]) -> None:
+    for hook in (lambda g: g.clamp(-0.1, 0.1), lambda g: g / g.norm(), lambda g: g + torch.randn_like(g)):
+        result = await trained(with_hook(hook), exchange)
+        assert any(isinstance(error, TaskError) and "is not linear" in str(error) for error in result.errors.values())
+    result = await trained(with_hook(lambda p: None, late=True), exchange)
+    assert any("register_post_accumulate_grad_hook" in str(error) for error in result.errors.values())
+
+
+async def test_linear_hooks_on_parameters_and_those_of_one_worker_are_not_refused() -> None:
+    for hook in (lambda g: 0.1 * g, lambda g: None, lambda g: torch.zeros_like(g)):
+        assert not (await trained(with_hook(hook))).errors
+    assert not (await trained(with_hook(lambda g: g.clamp(-0.1, 0.1)), groups=1)).errors
+    micro = await trained(with_hook(lambda g: g.clamp(-0.1, 0.1)), groups=1, accumulate=2)
+    assert any("is not linear" in str(error) for error in micro.errors.values())

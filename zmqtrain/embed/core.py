@@ -55,7 +55,7 @@ from zmqtrain.train.participant import Participant
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope as StepScope
-from zmqtrain.train.shares import in_step
+from zmqtrain.train.shares import draws_of, in_step
 from zmqtrain.train.task import check_lookups, check_model
 from zmqtrain.train.verifying import one_of_each
 from zmqtrain.wire.tensor import TensorPayload
@@ -173,6 +173,7 @@ class Core:
                 shards=None if divided is None else divided.shards,
                 norm=None if divided is None else GradientNorm(divided.shards, divided.parallel.fabric),
             )
+        replica.draws = draws_of(topology, self.context.role)
         facts = facts_of_training(None if divided is not None else model, optimizer)
         if self.members.late:  # it may have read a checkpoint of its own, with rates that have changed since; it gets the others'
             facts = {what: items for what, items in facts.items() if what != OPTIMIZER}
@@ -186,7 +187,7 @@ class Core:
             if topology.asks_elastic:
                 raise UsageError(f"{why}: remove {ASKING}")
             await self.context.membership.need_all(why)
-        exchange = make_exchange(self.context, self.members, whole_updates=True)
+        exchange = make_exchange(self.context, self.members, script=True)
         part = Participant(
             self.context,
             exchange,
@@ -212,6 +213,7 @@ class Core:
                 served=served,
                 weight=self._weight,
                 ended=self._step_ended,
+                warn=lambda text: self.context.recorder.event("warning", step=self._step, text=text),
                 call_back=self.callbacks.deliver,
                 stops=self._stops,
                 stop=self._stop,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.errors import TaskError
 from zmqtrain.exchange.base import OptimizerSpec
-from zmqtrain.exchange.optimizer import describe_optimizer
+from zmqtrain.exchange.optimizer import describe_optimizer, require_no_step_hooks
 from zmqtrain.train.replica import TorchReplica
 
 LOCAL = '[exchange] kind = "allreduce", "gossip" or "averaging"'
@@ -37,7 +37,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, *, served: bool) -> 
             "the optimizer has state already (it was loaded, or has made steps), but model servers, which run it, begin without "
             f"state: continue from a checkpoint of the run (--resume), or use {LOCAL}"
         )
-    _check_step_hooks(optimizer)
+    require_no_step_hooks(optimizer)
 
 
 def check_hooks(parameters: Iterable[tuple[str, nn.Parameter]], *, own: int) -> None:
@@ -49,11 +49,6 @@ def check_hooks(parameters: Iterable[tuple[str, nn.Parameter]], *, own: int) -> 
                 f"the parameter {name!r} has a hook of register_post_accumulate_grad_hook(), which would see only this worker's "
                 f"part of the gradient: do its work after backward(), with session.replicate(model, optimizer, overlap=False)"
             )
-
-
-def _check_step_hooks(optimizer: Optimizer) -> None:
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise TaskError(f"model servers run the optimizer, so hooks on its step would not be called: use {LOCAL}")
 
 
 class Guards:
@@ -109,7 +104,7 @@ class Guards:
                 )
         self._others_versions = [parameter._version for _, parameter in self._others]
         if self._served:
-            _check_step_hooks(self._replica.optimizer)
+            require_no_step_hooks(self._replica.optimizer)
             if not isinstance(self._replica.optimizer.state, _NoState):
                 raise _no_state("optimizer.state was replaced")
         self.check_weights(sampled=sampled)

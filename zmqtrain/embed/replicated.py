@@ -18,27 +18,34 @@ two ways.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.embed.gradients import MIXED, GoneGradient, Watch, WatchedGradient, plain
 from zmqtrain.embed.guards import LOCAL, Guards, check_hooks, checksum, settings_of
+from zmqtrain.embed.loss_graph import not_a_mean, watch_backward
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.scope import Scope, StepState, sum_and_norm, tolerance_of
 from zmqtrain.embed.whole_gradients import WholeGradients
 from zmqtrain.errors import TaskError
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.train.hooks import OwnHook
+from zmqtrain.train.own_samples import buffers_warning, differing_buffers, own_buffers
 from zmqtrain.train.replica import TorchReplica
+from zmqtrain.train.step import STEPS_LOOKED_AT
+from zmqtrain.train.weighting import LOSSES_TRIED
 from zmqtrain.waiting import together
 
 if TYPE_CHECKING:
@@ -67,6 +74,7 @@ class Replicated:
         served: bool,
         weight: Callable[..., float],
         ended: Callable[[int, float, float], None],
+        warn: Callable[[str], None],
         call_back: Callable[[], None],
         stops: Callable[[int], Coroutine[Any, Any, bool]],
         stop: Callable[[], None],
@@ -77,9 +85,8 @@ class Replicated:
 
         ``overlap``: see `zmqtrain.embed.session.Session.replicate`. ``served``: model servers run the optimizer. ``weight()``: the
         weight of this worker's gradient in its group; the group's weights add up to 1. ``weight(any_share=True)``: one that will be
-        divided out. ``ended(step, seconds, exposed_s)`` is
-        called after each step, on the loop's thread; ``call_back()`` in the caller's. ``stops(step)``: whether the run must stop
-        before this step; then ``stop()``,
+        divided out. ``ended(step, seconds, exposed_s)`` is called after each step, on the loop's thread, where ``warn(text)`` is
+        called, too; ``call_back()`` in the caller's. ``stops(step)``: whether the run must stop before this step; then ``stop()``,
         in the caller's thread, ends the session and raises, now and at any later call. ``wait`` waits for a coroutine in the
         caller's thread. ``divided``: the model, if its group divides it."""
         self.replica, self.exchange, self.scope = replica, exchange, scope
@@ -87,7 +94,7 @@ class Replicated:
         self.others = others
         self._bridge, self._weight, self._ended, self._wait = bridge, weight, ended, wait
         self._served = served
-        self._stops, self._stop, self._call_back = stops, stop, call_back
+        self._stops, self._stop, self._call_back, self._warn = stops, stop, call_back, warn
         self._stopped = False
         self._divided = divided
         self._opened: Callable[[], AbstractContextManager[None]] = nullcontext if divided is None else divided.guard.opened
@@ -112,6 +119,11 @@ class Replicated:
         self._settings: int = 0  # of the optimizer when this step's backward began
         self._weights = (0.0, 0.0)  # overlapped: sum and norm of a sample of them then
         self._only_adding = False  # within accumulating()
+        self._means = True  # losses are means over samples
+        self._stepped: WeakSet[Optimizer] = WeakSet()  # other optimizers that have made steps since the last of this one
+        self._stepped_before: WeakSet[Optimizer] = WeakSet()
+        self._thread = 0  # where the model's last forward was
+        self._looks = STEPS_LOOKED_AT  # so many losses are looked at, if that means waiting for a device
         self._updating = False  # the replica runs the local optimizer
         self._updated = False  # a closure has run it already
         self._begun = -1  # the exchange's current step; on the loop's thread
@@ -191,7 +203,11 @@ class Replicated:
         if self._divided is not None:  # workers with the same samples have all been counted
             share = self._divided.weight
             sums = [each / self._divided.rows for each in sums]
-        (total * (self.scope.groups / sums[1] / share if share else 0.0)).backward()  # type: ignore[no-untyped-call]
+        self._means = False
+        try:
+            (total * (self.scope.groups / sums[1] / share if share else 0.0)).backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._means = True
         return float(sums[0] / sums[1])
 
     # Hooks, for the gradients of a backward and for its end.
@@ -201,12 +217,37 @@ class Replicated:
         forward = replica.model.register_forward_pre_hook(OwnHook(self._before_forward), prepend=True)
         self._undo.append(forward.remove)
         self._adopt()
+        if not self.scope.alone:
+            self._undo.append(register_optimizer_step_post_hook(self._other_stepped).remove)
+        if not self.scope.alone and self._divided is None:
+            self._undo.append(watch_backward(self._look_at))
         for name, parameter in replica.named.items():
             hook = parameter.register_hook(OwnHook(partial(self._arriving, name, parameter)))  # type: ignore[no-untyped-call]
             self._undo.append(hook.remove)
 
+    def _look_at(self, loss: Tensor) -> None:
+        """A backward of ``loss`` comes next, in the thread of some session."""
+        if not self._means or threading.get_ident() != self._thread or not (loss.device.type == "cpu" or self._looks):
+            return
+        self._looks -= 1
+        if why := not_a_mean(loss):
+            raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
+
+    def _other_stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        if optimizer is not self.replica.optimizer and threading.get_ident() == self._thread:
+            self._stepped.add(optimizer)
+
+    def _of_others(self) -> tuple[float, float]:
+        """Sum and norm of what other optimizers train, for those that have made steps before: others may be of a single batch."""
+        now, self._stepped = self._stepped, WeakSet()
+        lasting = [optimizer for optimizer in now if optimizer in self._stepped_before]
+        self._stepped_before |= now
+        tensors = [p.detach() for optimizer in lasting for group in optimizer.param_groups for p in group["params"]]
+        return sum_and_norm(tensors) if tensors else (0.0, 0.0)
+
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         self._bridge.check_thread("the forward of a replicated model")
+        self._thread = threading.get_ident()
         self._adopt()
         if not self._leaving:
             self.replica.begin_step(self.step)
@@ -346,6 +387,7 @@ class Replicated:
             self._stop()
         self._guards.check(sampled=self.held)
         state = StepState(self.step, settings=checksum(settings_of(replica.optimizer)), tolerance=self._tolerance)
+        state.others = self._of_others()
         own = self._end_held(state) if self.held else self._end_overlapped(state)
         exposed_s = replica.waited_s
         waited = self._bridge.loop.time()
@@ -454,7 +496,8 @@ class Replicated:
                 loss = closure()
             if self.scope.alone:
                 return loss
-            part = float(loss) * self._weight() / self.scope.groups
+            value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+            part = value * self._weight() / self.scope.groups
             (total,) = self._wait(self.scope.sum_numbers(part), "the sum of losses")
             return torch.full_like(loss, total) if isinstance(loss, Tensor) else total
 
@@ -504,7 +547,18 @@ class Replicated:
 
         async def both() -> None:
             await together(self.exchange.end_step(), agree())
+            if self.step == self.first_step + LOSSES_TRIED and self._divided is None:
+                await self._compare_buffers()
 
         await self.others.wait("steps", self.step, both())
         self._stopped = await self._stops(self.step + 1)
         return hold[0]
+
+    async def _compare_buffers(self) -> None:
+        """Warn of buffers that workers have differently."""
+        group, buffers = self.scope.group, own_buffers(self.replica.model)
+        if self.scope.alone or not buffers:
+            return
+        names = await differing_buffers(buffers, group, "session/buffers")
+        if names and group.rank == 0:
+            self._warn(buffers_warning(names))

@@ -74,11 +74,13 @@ class StepState:
     """Sum and norm of the gradients."""
     weights: tuple[float, float] = (0.0, 0.0)
     """Sum and norm of a sample of the weights."""
+    others: tuple[float, float] = (0.0, 0.0)
+    """Sum and norm of what other optimizers train."""
     tolerance: float = 1e-5
 
     def numbers(self) -> list[float]:
         """The state as numbers, for `check`."""
-        return [float(self.holds), self.step, self.settings, self.without, *self.gradients, *self.weights]
+        return [float(self.holds), self.step, self.settings, self.without, *self.gradients, *self.weights, *self.others]
 
     def check(self, means: Sequence[float], mine: Sequence[float]) -> None:
         """Raise `TaskError` if the workers differ. ``means``: the means of all workers' `numbers`. ``mine``: this worker's."""
@@ -106,6 +108,14 @@ class StepState:
             raise TaskError(
                 "the workers' weights differ, because they were changed on some workers only (load_state_dict, a change by "
                 "hand). Make the change on all workers, or before session.replicate(), which copies rank 0's weights to all"
+            )
+
+        if self._apart(sums[4], self.others) or self._apart(sums[5], (self.others[1],) * 2):
+            raise TaskError(
+                "another optimizer, which was not given to session.replicate(), has trained parameters differently on the workers, "
+                "on each by its own samples (a loss with parameters, a discriminator?). Put everything that is trained into one "
+                "nn.Module, with one optimizer for all of it; or average these gradients before its step, by "
+                'session.all_reduce(p.grad, "mean"), and begin with the same values'
             )
 
     def _apart(self, difference: float, of: tuple[float, float]) -> bool:

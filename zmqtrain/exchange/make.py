@@ -36,15 +36,15 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
     return FixedMembers(context.endpoint, workers, timeout_s=context.timeouts.barrier_s)
 
 
-def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool = False) -> Exchange:
+def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool = False, script: bool = False) -> Exchange:
     """This worker's exchange, by ``[exchange] kind``. Call ``start`` next.
 
-    ``whole_updates``: the local optimizer runs at the end of a step on all parameters (because a script calls its ``step``), not
-    bucket by bucket where that is possible.
+    ``whole_updates``: the local optimizer runs at the end of a step on all parameters (because a ``script`` calls its ``step``, or
+    it is not known to update each parameter by itself), not bucket by bucket where that is possible.
     """
-    scaled = context.topology.compute.precision == "float16" and not whole_updates
+    scaled = context.topology.compute.precision == "float16" and not script
     # Whether a scaled gradient is finite is known only when all of it has arrived.
-    own = ExchangeContext(context, members, whole_updates=whole_updates or scaled, scaled=scaled)
+    own = ExchangeContext(context, members, whole_updates=whole_updates or script or scaled, scaled=scaled)
     match context.topology.exchange.kind:
         case "allreduce":
             return AllReduceExchange.of(own)

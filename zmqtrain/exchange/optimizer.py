@@ -116,12 +116,33 @@ def require_elementwise(spec: OptimizerSpec, *, allow: Collection[str] = ()) -> 
     _optimizer_class(spec.name, allow)
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether there are hooks that are called before or after the optimizer's step."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def require_no_step_hooks(optimizer: Optimizer) -> None:
+    """Raise `TaskError` for hooks on the step of an optimizer that model servers run."""
+    if has_step_hooks(optimizer):
+        raise TaskError(
+            'model servers run the optimizer, so hooks on its step would not be called: use [exchange] kind = "allreduce", '
+            '"gossip" or "averaging"'
+        )
+
+
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether it is known what a step does: update each parameter by its own gradient and state, without random draws. Of other
+    classes, and of hooks, it is not known: they may count their calls, use a norm of all gradients, or draw noise."""
+    kind = type(optimizer)
+    return getattr(torch.optim, kind.__qualname__, None) is kind and not has_step_hooks(optimizer)
+
+
 def require_separable(optimizer: Optimizer) -> None:
-    """Raise `TaskError` for an optimizer that cannot update parameters one after another."""
+    """Raise `TaskError` for an optimizer whose step needs the loss again."""
     if type(optimizer).__qualname__ in _NOT_SEPARABLE:
         raise TaskError(
             f"the task's optimizer is {type(optimizer).__qualname__}, which updates all parameters at once and calls the model "
-            "itself (by a closure): use another one"
+            "itself (by a closure): use another one, or a loop of your own (docs/sessions.md)"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zmqtrain.exchange.optimizer import require_separable
@@ -14,7 +14,8 @@ class BucketOptimizers:
     """Optimizers of the same class, one per bucket, that share the state and the hyperparameters of the one they are made from.
 
     Checkpoints and learning-rate schedules therefore see the task's own optimizer, as if it ran itself. Anything else that an
-    optimizer keeps, beside torch's ``state`` and ``param_groups``, is shared, too. Hooks on its step run once per bucket.
+    optimizer keeps, beside torch's ``state`` and ``param_groups``, is shared, too. For classes of ``torch.optim`` without hooks on
+    their step (`is_torchs_own`): of others it is not known that their step may be divided.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -27,7 +28,9 @@ class BucketOptimizers:
     def prepare(self, index: int) -> None:
         """The bucket's next step uses the hyperparameters as they are now."""
         for number, group in self._parts[index][1]:
-            group.update({key: value for key, value in self._optimizer.param_groups[number].items() if key != "params"})
+            now = self._optimizer.param_groups[number]
+            # A schedule changes a tensor in place, perhaps before the step is made.
+            group.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in now.items() if k != "params"})
 
     def step(self, index: int) -> None:
         """Update the bucket's parameters by their gradients."""

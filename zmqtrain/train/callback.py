@@ -34,7 +34,7 @@ class Callback:
     Every worker calls its own objects: `StepDone.rank` tells which worker that is. Calls come in the worker's compute thread (in a
     session: in the thread of the loop), one after another and between steps, so the worker's next step waits for them. What a
     callback raises ends the run, like an error anywhere else in the task's code. Parameters may still be on their way when a
-    callback is called, and must not be changed there.
+    callback is called, and must not be changed there (that is refused).
     """
 
     def on_step(self, done: StepDone) -> None:

@@ -35,6 +35,10 @@ from zmqtrain.wire.tensor import TensorPayload
 MOST_KEPT = 64
 
 
+#: Parameters that should be the same on all workers may differ by this much: by rounding, on processors of different kinds.
+MOST_APART = 1e-3
+
+
 class Phase(Enum):
     """What the worker is doing, as far as stopping it depends on it."""
 
@@ -458,6 +462,8 @@ class TrainLoop:
         async with self._part.run_model(group, "last", last=True):
             if not self.exchange.averaged:
                 self._part.spread = await self.work.make_equal(group, "last")
+                if self.exchange.synchronous and group.rank == 1 and self._part.spread > MOST_APART:
+                    self._recorder.event("warning", step=self.step, text=_apart(self._part.spread))
             if self.work.evaluates:
                 try:
                     # Groups that are not in step may have ended at different steps.
@@ -470,3 +476,11 @@ class TrainLoop:
 def applies_here(reason: Mapping[str, Any], exchange: Exchange, group: int) -> bool:
     """Whether a worker that is stopped by another worker's bad loss can finish the previous step together with that worker."""
     return exchange.synchronous or reason.get("group") == group
+
+
+def _apart(spread: float) -> str:
+    return (
+        f"workers that should have the same parameters had different ones at the end, by up to {spread:.2g}: something in the task "
+        "has changed them differently on each worker (a callback, or an optimizer that draws with numpy or random?). The run's "
+        "model has those of the first worker"
+    )

@@ -97,6 +97,10 @@ class ModelledWork:
         return self._replica
 
     @property
+    def whole_updates(self) -> bool:
+        return False
+
+    @property
     def steps_per_epoch(self) -> int:
         return self._partition.steps_per_epoch
 

@@ -9,9 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zmqtrain.errors import CheckpointError
-from zmqtrain.exchange.optimizer import require_state
+from zmqtrain.exchange.optimizer import is_torchs_own, require_state
 
 ANOTHER_MODEL = "it belongs to another model; use a checkpoint of this model, or start without it"
+
+#: What schedules set.
+_SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "weight_decay"})
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -22,6 +25,31 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
             if value is not None:
                 tensors[f"optimizer/{key}/{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
     return tensors
+
+
+def beside_state(optimizer: Optimizer) -> dict[str, object]:
+    """The plain values that an optimizer has beside torch's ``state``: in its groups, and as attributes of its own."""
+    groups = enumerate(optimizer.param_groups)
+    values: dict[str, object] = {
+        f"{key}/{number}": value for number, group in groups for key, value in group.items() if isinstance(value, int | float)
+    }
+    return values | {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float) and key[0] != "_"}
+
+
+def forgotten_warning(optimizer: Optimizer, before: Mapping[str, object], scheduled: bool) -> str | None:
+    """A warning about values that a checkpoint does not hold, although they have changed since `beside_state` returned ``before``;
+    ``None`` if there are none. ``scheduled``: a schedule sets rates, and does so again in a resumed run."""
+    if is_torchs_own(optimizer):
+        return None
+    now = beside_state(optimizer)
+    changed = dict.fromkeys(key.partition("/")[0] for key, value in now.items() if before.get(key) != value)
+    names = [repr(key) for key in changed if not (scheduled and key in _SCHEDULED)]
+    if not names:
+        return None
+    return (
+        f"the optimizer {type(optimizer).__qualname__} changes {', '.join(names)} beside its state, which checkpoints do not hold: "
+        "a resumed run begins with the first values. Keep what must go on in optimizer.state[parameter]"
+    )
 
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:

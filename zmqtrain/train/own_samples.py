@@ -27,15 +27,38 @@ def versions_of(model: nn.Module) -> dict[str, int]:
     return {name: parameter._version for name, parameter in model.named_parameters()}
 
 
+def _changed(model: nn.Module, before: Mapping[str, int]) -> list[str]:
+    return [name for name, version in versions_of(model).items() if before.get(name, version) != version]
+
+
 def require_unchanged(model: nn.Module, before: Mapping[str, int]) -> None:
     """Raise `TaskError` if a parameter has been changed since `versions_of` returned ``before``."""
-    changed = [name for name, version in versions_of(model).items() if before.get(name, version) != version]
-    if changed:
+    if changed := _changed(model, before):
         raise TaskError(
             f"the model's forward changes {_listed(changed)}, each worker's by its own samples, so workers would have different "
             "parameters. Set such values in Task.model(), which all workers call with the same seed, or let the optimizer change "
             "them"
         )
+
+
+def require_kept(model: nn.Module, before: Mapping[str, int]) -> None:
+    """Raise `TaskError` if callbacks have changed a parameter since `versions_of` returned ``before``."""
+    if changed := _changed(model, before):
+        raise TaskError(
+            f"a callback has changed {_listed(changed)}, but when it is called, updates may be on their way that would be lost, or "
+            "undo the change. Let the optimizer change parameters, in its step() or by a hook on it "
+            "(register_step_post_hook), or use a loop of your own (docs/sessions.md)"
+        )
+
+
+def loss_warning(loss: object) -> str | None:
+    """A warning about a loss with parameters of its own, which nobody trains; ``None`` if it has none."""
+    if not isinstance(loss, nn.Module) or not (own := [name for name, p in loss.named_parameters() if p.requires_grad]):
+        return None
+    return (
+        f"Task.loss has parameters ({_listed(own)}), which nobody trains, as Task.optimizer gets those of the model. To train "
+        "them, make the loss a part of the model, which then returns it; otherwise freeze them: requires_grad_(False)"
+    )
 
 
 def modes_warning(model: nn.Module) -> str | None:
@@ -77,7 +100,7 @@ async def differing_buffers(buffers: Mapping[str, Tensor], group: Group, tag: st
 def buffers_warning(names: Sequence[str]) -> str:
     """A warning about buffers that workers have differently."""
     return (
-        f"workers have different values of {_listed(names, 'the buffer')}: the model's forward computes them of each worker's own "
+        f"workers have different values of {_listed(names, 'the buffer')}: the forward computes them of each worker's own "
         "samples, as batch norm does, and not of the whole batch. The run's model has those of the first worker"
     )
 

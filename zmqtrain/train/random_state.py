@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,23 @@ def seed_everything(seed: int, rank: int | None = None) -> None:
     random.seed(state[0])
     np.random.seed(state[1] % 2**32)
     torch.manual_seed(state[2] % 2**63)  # also seeds CUDA devices
+
+
+@contextmanager
+def drawn_alike(device: torch.device, seed: Sequence[int]) -> Iterator[None]:
+    """A context in which torch's global generators (of the CPU and the device) follow from ``seed``; afterwards they go on as if
+    nothing had been drawn. Python's and numpy's stay as they are, since a loading thread draws from them at the same time."""
+    accelerator = accelerator_of(device)
+    with turn():
+        before = torch.get_rng_state()
+        on_device = None if accelerator is None else accelerator.random_state(device)
+        torch.manual_seed(int(np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)[0]) % 2**63)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+            if accelerator is not None and on_device is not None:
+                accelerator.set_random_state(device, on_device)
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -32,7 +32,7 @@ from zmqtrain.collectives.unreached import fill_unreached
 from zmqtrain.errors import TaskError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
-from zmqtrain.exchange.optimizer import describe_optimizer
+from zmqtrain.exchange.optimizer import describe_optimizer, is_torchs_own
 from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.shard import Shard
 from zmqtrain.train.bucket_machine import BucketMachine, Do, State
@@ -44,6 +44,7 @@ from zmqtrain.train.layers import Layers
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
 from zmqtrain.train.loss_scale import LossScale
 from zmqtrain.train.optimizer_state import load_optimizer_state, optimizer_state
+from zmqtrain.train.random_state import drawn_alike
 from zmqtrain.train.replica_memory import HeldBucket, ReplicaMemory, nothing, views_of
 from zmqtrain.train.rows import rows_of, rows_of_bucket
 from zmqtrain.train.shared import Allocate, allocate_privately
@@ -159,6 +160,9 @@ class TorchReplica:
         """Parameters that no backward of the last step has reached."""
         self.zeros_count = False
         """Such parameters have a gradient of zeros, as in a loop that sets gradients to zero, not to None."""
+        self.draws: tuple[int, ...] = ()
+        """The seed of what the local optimizer draws in a step, together with the step's number: the same for all workers that have
+        the same parameters."""
         self.sound: Callable[..., bool] = _always
         """Whether the step's results may be used; see `zmqtrain.train.losses.StepLosses.sound`."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -515,12 +519,16 @@ class TorchReplica:
         if self.loss_scale is None or self.judged(self.memory.finite(), self._step):
             if self.settings.clip_norm > 0:
                 self.clip_norm(self.settings.clip_norm)
-            with user_code("the optimizer's step()"):
+            own = nullcontext() if is_torchs_own(self.optimizer) else self._drawn_alike()
+            with user_code("the optimizer's step()"), own:
                 self.optimizer.step()
         if staging is None:
             for index in range(len(self._held)):
                 self._read(index)
         self.memory.publish()
+
+    def _drawn_alike(self) -> AbstractContextManager[None]:
+        return drawn_alike(self._device.torch_device, (*self.draws, self._step))
 
 
 def _always(*, arrived: bool = False) -> bool:

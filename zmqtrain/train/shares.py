@@ -36,6 +36,11 @@ class Scope:
         return cls(placement.group_members(role.group), batch * role.group, batch)
 
 
+def draws_of(topology: Topology, role: RolePlacement) -> tuple[int, ...]:
+    """The seed of what a worker's local optimizer draws: the same on all workers that have the same parameters."""
+    return (topology.job.seed, 0 if in_step(topology) else role.group + 1)
+
+
 class Shares:
     """A worker's samples, by step. `bounds` may be called in any thread."""
 

@@ -28,6 +28,7 @@ from zmqtrain.data.processes import Processes
 from zmqtrain.data.source import Shard, Source, source_of
 from zmqtrain.errors import RunStopped, TaskError, UsageError, ZmqTrainError
 from zmqtrain.exchange.momentum import explicit_of, with_momentum
+from zmqtrain.exchange.optimizer import require_no_step_hooks, require_separable
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.callback import Callback
@@ -263,13 +264,18 @@ def build_optimizer_of(
 def build_optimizer(task: Task, model: nn.Module, topology: Topology) -> tuple[Optimizer, LRScheduler | None]:
     """The task's optimizer and schedule, as ``[optimizer]`` changes them."""
     settings = topology.optimizer
-    return build_optimizer_of(
+    optimizer, schedule = build_optimizer_of(
         task,
         model,
         lr_factor=settings.lr_factor(topology.compute.groups),
         lr=settings.lr,
         momentum=settings.explicit_momentum,
     )
+    if topology.exchange.kind == "model_server":
+        require_no_step_hooks(optimizer)
+    else:
+        require_separable(optimizer)
+    return optimizer, schedule
 
 
 def _ratio(optimizer: Optimizer, lr: float) -> float:

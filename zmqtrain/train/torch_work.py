@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.collectives.group import Group
@@ -22,6 +24,7 @@ from zmqtrain.errors import UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.exchange.members import Members
+from zmqtrain.exchange.optimizer import is_torchs_own
 from zmqtrain.membership.alike import Facts
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
@@ -41,12 +44,22 @@ from zmqtrain.train.device.make import device_of
 from zmqtrain.train.divided import make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.loss_scale import LossScale
-from zmqtrain.train.own_samples import buffers_warning, differing_buffers, modes_warning, own_buffers
+from zmqtrain.train.optimizer_state import beside_state, forgotten_warning
+from zmqtrain.train.own_samples import (
+    buffers_warning,
+    differing_buffers,
+    loss_warning,
+    modes_warning,
+    own_buffers,
+    require_kept,
+    versions_of,
+)
+from zmqtrain.train.parameter_hooks import require_linear_hooks
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.remote_layers import RemoteLayers, Step
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
-from zmqtrain.train.shares import Scope, Shares, in_step
+from zmqtrain.train.shares import Scope, Shares, draws_of, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, build_optimizer, check_lookups, load_task, shares_parameters, user_code
 from zmqtrain.train.unreached import what_blinds
@@ -115,6 +128,7 @@ class TorchWork:
             else:
                 self._evaluation = remote.make_evaluation(task, self._replica, device, evaluation)
         self._update_s = 0.0
+        self._beside: dict[str, object] | None = beside_state(self._replica.optimizer)  # until the first checkpoint
         self._members = members
         self._ordinary = built.ordinary
         self._verifying: NetworkFabric | None = None
@@ -195,6 +209,10 @@ class TorchWork:
         return self._replica
 
     @property
+    def whole_updates(self) -> bool:
+        return not is_torchs_own(self._replica.optimizer)
+
+    @property
     def steps_per_epoch(self) -> int | None:
         return self._batches.steps_per_epoch
 
@@ -240,6 +258,11 @@ class TorchWork:
 
     async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> None:
         await self._device.run(self._replica.take_copies)
+        if self._beside is not None:
+            beside, self._beside = self._beside, None
+            warning = forgotten_warning(self._replica.optimizer, beside, self._schedule is not None)
+            if warning is not None and self._context.role.index == 0:
+                self._context.recorder.event("warning", step=step, text=warning)
         await self._saver(endpoint, self._there(step)).save(step, self._replica, exchange, self._device)
 
     async def keep_merged(self, step: int, *, save: bool) -> None:
@@ -306,7 +329,10 @@ class TorchWork:
             return
         if self._members.teams:  # nobody may wait for one who may be lost, or may begin again later
             return
-        if not (buffers := own_buffers(self._replica.model)):
+        buffers = own_buffers(self._replica.model)
+        if isinstance(self._task.loss, nn.Module):
+            buffers |= {f"Task.loss.{name}": buffer for name, buffer in own_buffers(self._task.loss).items()}
+        if not buffers:
             return
         context = self._context
 
@@ -324,7 +350,13 @@ class TorchWork:
 
     async def call_back(self) -> None:
         if self.callbacks.waiting:
-            await self._device.run(self.callbacks.deliver)
+            await self._device.run(self._deliver)
+
+    def _deliver(self) -> None:
+        """In the compute thread, where nothing else writes parameters meanwhile unless copies from a device are under way."""
+        before = versions_of(self._replica.model) if self._device.staging is None else {}
+        self.callbacks.deliver()
+        require_kept(self._replica.model, before)
 
     def after_step(self) -> None:
         if self._schedule is None:
@@ -449,22 +481,41 @@ def _build(
         gate_timeout_s=context.timeouts.barrier_s,
     )
     device.watch(model, optimizer, sizes, shares)
-    replica = TorchReplica(
-        model,
-        optimizer,
-        device,
-        how,
-        recorder=context.recorder,
-        allocate=allocate_in(context.arena),
-        shards=model.shards_by_name() if isinstance(model, ParallelModel) else None,
-        norm=GradientNorm(model.shards_by_name(), model.fabric) if isinstance(model, ParallelModel) else None,
-    )
+    if compute.columns * compute.accumulate * (context.placement.groups if in_step(topology) else 1) > 1:
+        require_linear_hooks(model)
+    if role.index == 0 and (warning := loss_warning(task.loss)) is not None:
+        context.recorder.event("warning", text=warning)
+    with thawed(optimizer):
+        replica = TorchReplica(
+            model,
+            optimizer,
+            device,
+            how,
+            recorder=context.recorder,
+            allocate=allocate_in(context.arena),
+            shards=model.shards_by_name() if isinstance(model, ParallelModel) else None,
+            norm=GradientNorm(model.shards_by_name(), model.fabric) if isinstance(model, ParallelModel) else None,
+        )
+    replica.draws = draws_of(topology, role)
     if fabric is not None:
         replica.also_abort(fabric.abort)
     if remote is not None:
         replica.also_abort(remote.abort)
     context.recorder.event("built", seconds=device.clock() - started)
     return _Built(task, replica, schedule, source, partition, fabric, ordinary, facts)
+
+
+@contextmanager
+def thawed(optimizer: Optimizer) -> Iterator[None]:
+    """A context in which all of the optimizer's parameters require gradients: a schedule may have frozen some, for a while."""
+    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _number(source: Source) -> int | None:

@@ -41,6 +41,11 @@ class Work(Protocol):
     def replica(self) -> Replica: ...
 
     @property
+    def whole_updates(self) -> bool:
+        """Whether a local optimizer must run on all parameters at once."""
+        ...
+
+    @property
     def shares(self) -> Shares:
         """Which samples of each step belong to this worker (unless they come from the ring)."""
         ...

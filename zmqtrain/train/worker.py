@@ -56,7 +56,7 @@ async def run_worker(context: RoleContext, *, task: Task | None = None, make_wor
 
 
 async def _train(context: RoleContext, work: Work, members: Members, halted: asyncio.Future[Mapping[str, Any]]) -> None:
-    loop = TrainLoop(context, work, make_exchange(context, members), members)
+    loop = TrainLoop(context, work, make_exchange(context, members, whole_updates=work.whole_updates), members)
     life = asyncio.create_task(loop.run(), name=f"training of {context.role.peer}")
     try:
         ends: list[asyncio.Future[Any]] = [life, halted]

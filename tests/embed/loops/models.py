@@ -53,6 +53,18 @@ def compiled(loop: Loop) -> None:
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
 
 
+@row(
+    'class weights, `ignore_index`, `reduction="sum"`, a root of a mean, a contrastive loss: `loss.backward()`',
+    refused="not a mean over this worker's samples",
+)
+def weighted_without(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    for inputs, target in loop.batches():
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target, weight=CLASS_WEIGHTS).backward()
+        optimizer.step()
+
+
 @row("class weights: `session.backward(total, weight)`")
 def weighted(loop: Loop) -> None:
     model, optimizer = loop.start()

@@ -110,6 +110,19 @@ def second_optimizer(loop: Loop) -> None:
         own.step()
 
 
+@row("a second optimizer, of parameters outside of the model", refused="another optimizer, which was not given to")
+def second_optimizer_outside(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    scale = torch.nn.Parameter(torch.ones((), dtype=loop.dtype))
+    own = plain_sgd([scale])
+    for inputs, target in loop.batches():
+        optimizer.zero_grad()
+        own.zero_grad()
+        cross_entropy(scale * model(inputs), target).backward()
+        optimizer.step()
+        own.step()
+
+
 @row("optimizers that run within `backward()` (`register_post_accumulate_grad_hook`)", refused="only this worker's part")
 def within_backward(loop: Loop) -> None:
     model, _ = loop.start()

@@ -1,0 +1,97 @@
+"""What a loop has beside the replicated model: buffers, other optimizers, and an optimizer's own noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tests.embed.world import run_sessions, topology_of
+from zmqtrain.embed.session import Session
+
+PAIR = topology_of(compute={"groups": 1, "group_size": 2})
+
+
+def batch(session: Session, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + session.rank)
+    return torch.randn(4, 6, generator=generator), torch.randint(3, (4,), generator=generator)
+
+
+def trained(session: Session, model: nn.Module, optimizer: Any, loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy) -> Tensor:
+    model, optimizer = session.replicate(model, optimizer)
+    for step in range(5):
+        inputs, target = batch(session, step)
+        optimizer.zero_grad()
+        loss(model(inputs), target).backward()
+        optimizer.step()
+    session.settle()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+class Quantized(nn.Module):
+    """Keeps the largest input so far, as observers do, or what all workers have."""
+
+    def __init__(self, *, of_samples: bool) -> None:
+        super().__init__()
+        self.layer, self.of_samples = nn.Linear(6, 3), of_samples
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.largest.add_((inputs if self.of_samples else self.layer.weight).abs().max())
+        result: Tensor = self.layer(inputs)
+        return result
+
+
+@pytest.mark.parametrize("of_samples", [True, False])
+def test_buffers_that_workers_have_differently_are_warned_of(of_samples: bool) -> None:
+    def program(session: Session) -> Tensor:
+        model = Quantized(of_samples=of_samples)
+        return trained(session, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    warnings: list[str] = []
+    run_sessions(PAIR, program, warnings)
+    assert ["buffer 'largest'" in text for text in warnings] == [True] * of_samples
+
+
+class Noisy(torch.optim.SGD):
+    """Draws noise for the weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def test_workers_draw_the_same_in_their_optimizers() -> None:
+    def program(session: Session) -> Tensor:
+        model = nn.Linear(6, 3)
+        return trained(session, model, Noisy(model.parameters(), lr=0.1))
+
+    first, second = run_sessions(PAIR, program)
+    assert torch.equal(first, second)
+
+
+def test_other_optimizers_may_train_the_same_everywhere_or_something_of_one_batch() -> None:
+    def program(session: Session) -> Tensor:
+        model, scale = nn.Linear(6, 3), nn.Parameter(torch.ones(()))
+        everywhere = torch.optim.SGD([scale], lr=0.1)
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            shift = torch.zeros_like(output, requires_grad=True)
+            of_this_batch = torch.optim.SGD([shift], lr=0.1)
+            cross_entropy(output.detach() + shift, target).backward()
+            of_this_batch.step()
+            everywhere.zero_grad()
+            (scale - 0.5).square().backward()
+            everywhere.step()
+            return cross_entropy(output + shift.detach(), target)
+
+        return trained(session, model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+
+    run_sessions(PAIR, program)
