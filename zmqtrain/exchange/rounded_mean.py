@@ -49,13 +49,13 @@ class RoundedMean:
         if group.size == 1 or not payload.numel:
             return
         do, spans = self._arithmetic.do, bounds(payload.numel, group.size)
+        codec, of_mean = self._codec, self._codec.of_mean(group.size)
         others = [rank for rank in range(group.size) if rank != group.rank]
         inbox: dict[int, Payload] = {}
 
         def rounded_parts() -> list[Payload]:
-            codec = self._codec
             parts = [self._rounded(f"sent/{index}/{rank}", payload.part(*span), codec) for rank, span in enumerate(spans)]
-            inbox[group.rank] = self._decoded(parts[group.rank])
+            inbox[group.rank] = decompress(parts[group.rank], codec.name)
             return parts
 
         def rounded_mean() -> Payload:
@@ -63,9 +63,9 @@ class RoundedMean:
             for rank in range(1, group.size):
                 mean.add_(inbox[rank])
             mean.scale_(1.0 / group.size)
-            message = self._rounded(f"mean/{index}", mean, self._codec.of_mean(group.size))
+            message = self._rounded(f"mean/{index}", mean, of_mean)
             inbox.clear()
-            inbox[group.rank] = self._decoded(message)
+            inbox[group.rank] = decompress(message, of_mean.name)
             return message
 
         def take() -> None:
@@ -73,9 +73,9 @@ class RoundedMean:
                 payload.part(*span).copy_(inbox[rank])
 
         parts = await do(rounded_parts, payload)
-        await self._swap(group, {rank: parts[rank] for rank in others}, inbox, (*tag, "part"), priority)
+        await self._swap(group, {rank: parts[rank] for rank in others}, inbox, (*tag, "part"), priority, codec)
         message = await do(rounded_mean, payload)
-        await self._swap(group, dict.fromkeys(others, message), inbox, (*tag, "mean"), priority)
+        await self._swap(group, dict.fromkeys(others, message), inbox, (*tag, "mean"), priority, of_mean)
         await do(take, payload)
 
     def state(self, group: Group) -> Mapping[str, Payload]:
@@ -123,19 +123,18 @@ class RoundedMean:
         if lost is not None:
             whole.add_(lost)
         message = encode(codec, whole)
-        sent = self._decoded(message)
+        sent = decompress(message, codec.name)
         self._lost[name] = whole.mapped(whole.dtype, whole.numel, lambda flat: kept_of(flat, tensor_of(sent)), None)
         return message
 
-    def _decoded(self, message: Payload) -> Payload:
-        return decompress(message, self._codec.name)
-
-    async def _swap(self, group: Group, outbox: Mapping[int, Payload], inbox: dict[int, Payload], tag: Tag, priority: int) -> None:
+    async def _swap(
+        self, group: Group, outbox: Mapping[int, Payload], inbox: dict[int, Payload], tag: Tag, priority: int, codec: Codec
+    ) -> None:
         endpoint, whole = group.endpoint, group.tag(tag)
 
         async def receive(rank: int) -> None:
             received = await endpoint.receive(group.members[rank], whole)
-            inbox[rank] = await self._arithmetic.do(lambda: copy_of(self._decoded(received)), received)
+            inbox[rank] = await self._arithmetic.do(lambda: copy_of(decompress(received, codec.name)), received)
 
         sends = [endpoint.send(group.members[rank], whole, message, priority=priority) for rank, message in outbox.items()]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from zmqtrain.errors import WireError
+from zmqtrain.wire.compress.dense import DenseCodec
 from zmqtrain.wire.compress.envelope import CodecName, aligned, as_type, blocks_of, require_room, times_scales
 from zmqtrain.wire.dtypes import torch_dtype
 from zmqtrain.wire.payload import Payload, Value
@@ -54,8 +55,9 @@ class SignCodec:
     def unpack(self, packed: torch.Tensor, numel: int, dtype: str) -> torch.Tensor:
         return _from_signs(packed, dtype, numel)
 
-    def of_mean(self, count: int) -> SignCodec:
-        return self
+    def of_mean(self, count: int) -> DenseCodec:
+        """8 bits, which tell the few values apart that the mean of signs has: a mean of one bit would lose most of it once more."""
+        return DenseCodec("int8")
 
 
 def open_sign(payload: Payload, dtype: str, numel: int, meta: Value) -> Payload:
