@@ -35,7 +35,7 @@ def bench(
             "--part",
             help="cluster: launch, links, ddp or accuracy alone. efficiency: figure, uneven, lenet, lenet-merged, cifarnet or "
             "cifarnet-merged. merged: emulated, simulated, staleness or pipelining. soak: an exchange. quality: a problem and a "
-            "network. May be repeated.",
+            "network. compression: a problem. May be repeated.",
         ),
     ] = None,
     workers: Annotated[
@@ -49,7 +49,9 @@ def bench(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="cluster: where MNIST is, for accuracy. quality: CIFAR-10 and Shakespeare. Also ZMQTRAIN_DATA."),
+        typer.Option(
+            help="cluster: where MNIST is, for accuracy. quality and compression: CIFAR-10 and Shakespeare. Also ZMQTRAIN_DATA."
+        ),
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="soak: how long all its runs train together; 30.")] = None,
     every: Annotated[float | None, typer.Option(help="soak: seconds between two faults; 10.")] = None,

@@ -16,10 +16,10 @@ from zmqtrain.errors import UsageError
 NAMES = (
     "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster",
     "efficiency", "loader", "study", "planner", "predicted", "divided", "memory", "backend", "dashboard", "mutations", "replicas",
-    "coordinator", "soak", "failures", "quality",
+    "coordinator", "soak", "failures", "quality", "compression",
 )  # fmt: skip
 #: Those of which parts may be run alone.
-DIVIDED = ("cluster", "efficiency", "merged", "soak", "quality")
+DIVIDED = ("cluster", "efficiency", "merged", "soak", "quality", "compression")
 
 
 def run_bench(
@@ -43,7 +43,7 @@ def run_bench(
     """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name.
 
     ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``systems``: some of
-    ``quality``'s; ``workers``: for ``efficiency``, with so many; ``data``: for ``cluster`` and ``quality``, where the data is;
+    ``quality``'s; ``workers``: for ``efficiency``, with so many; ``data``: for those that train, where it is;
     ``minutes`` and ``every``: for ``soak``, how long it takes, and the seconds between two faults."""
     if encrypted and name != "net":
         raise UsageError(f"benchmark {name} has no --encrypted: net has")
@@ -105,6 +105,10 @@ def _in_parts(
         from benchmarks import quality
 
         return quality.bench_quality(parts, data=data, peers_python=peers[0], systems=peers[1])
+    if name == "compression":
+        from benchmarks import compression
+
+        return compression.bench_compression(parts, data=data)
     if name == "merged":
         from benchmarks import merged
 

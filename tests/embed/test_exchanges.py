@@ -95,6 +95,9 @@ OTHERS: list[dict[str, Any]] = [
     {"kind": "averaging", "every": 3},
     {"kind": "averaging", "averaging": {"method": "elastic"}, "every": 2},
     {"kind": "averaging", "averaging": {"method": "outer"}, "every": 2},
+    {"kind": "model_server", "staleness": "sync", "compression": "powersgd", "compression_rank": 1},
+    {"kind": "allreduce", "compression": "powersgd", "compression_rank": 1},
+    {"kind": "allreduce", "compression": "sign"},
 ]
 
 

@@ -19,7 +19,8 @@ from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.averaging.exchange import AveragingExchange, AveragingGroups
 from zmqtrain.exchange.averaging.fragments import Fragments
 from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer
-from zmqtrain.exchange.averaging.rounded_mean import RoundedMean
+from zmqtrain.exchange.rounded_mean import RoundedMean
+from zmqtrain.wire.compress import make_codec
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -178,7 +179,7 @@ def test_what_rounding_loses_is_made_up_for(codec: Literal["fp16", "int8"]) -> N
     async def run() -> None:
         async with endpoints(3) as nodes:
             columns = group_of(nodes, "column")
-            means = [RoundedMean(codec, Arithmetic("means")) for _ in columns]
+            means = [RoundedMean(make_codec(codec), Arithmetic("means")) for _ in columns]
             random = np.random.default_rng(5)
             values = [random.standard_normal(50) for _ in means]
             total = np.zeros(50)

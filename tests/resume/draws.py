@@ -83,6 +83,15 @@ def draw(seed: int) -> Draw:
             optimizer = {}
     if exchange.get("merged_fc"):
         optimizer = {}
+    own = random.Random(f"compression {seed}")  # so that the other choices of a draw are what they were before there was one
+    if kind == "allreduce" and "grid" not in compute:
+        exchange["compression"] = own.choice(["none", "none", "int8", "sign", "topk", "powersgd"])
+    elif exchange.get("compression") == "topk":
+        exchange["compression"] = own.choice(["topk", "sign", "powersgd"])
+    if exchange.get("compression") == "topk":
+        exchange["compression_ratio"] = 0.2
+    elif exchange.get("compression") == "powersgd":
+        exchange["compression_rank"] = 1
     if optimizer and kind == "gossip":
         exchange["gossip"]["granularity"] = "batch"
     steps = chance.randint(6, 10)
@@ -126,8 +135,6 @@ def _exchange(chance: random.Random, kind: str, groups: int) -> dict[str, Any]:
         "split_size": pick(["64 B", "4 MiB"]),
         "merged_fc": chance.random() < 0.25,
     }
-    if exchange["compression"] == "topk":
-        exchange["compression_ratio"] = 0.2
     if exchange["merged_fc"]:
         exchange |= {"split": "4", "shards": min(exchange["shards"], 2)}
     elif exchange["staleness"] != "sync":

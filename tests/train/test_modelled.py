@@ -222,6 +222,7 @@ def test_every_payload_trains_with_every_exchange(
     [
         {"exchange": {"compression": "int8"}},
         {"exchange": {"compression": "topk", "compression_ratio": 0.1}},
+        {"exchange": {"compression": "sign"}},
         {"optimizer": {"clip_norm": 1.0}},
         {"compute": {"overlap": False}},
     ],
@@ -233,6 +234,14 @@ def test_phantoms_are_compressed_and_clipped(more: dict[str, Any], staleness: st
     exchange = {"kind": "model_server", "staleness": staleness, "shards": 2, **more.pop("exchange", {})}
     topology = topology_for(tmp_path, exchange, 2, 2, "phantom", **more)
     assert exact(topology) == ("compute" in more)
+    trained(topology)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "int8", "sign", "topk"])
+@pytest.mark.parametrize("payload", ["phantom", None])
+def test_all_reduce_of_modelled_devices_is_compressed(compression: str, payload: str | None, tmp_path: Path) -> None:
+    topology = topology_for(tmp_path, {"kind": "allreduce", "compression": compression}, 2, 2, payload)
+    assert not exact(topology)
     trained(topology)
 
 

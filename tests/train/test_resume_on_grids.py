@@ -90,11 +90,27 @@ async def test_other_buckets_and_pieces_go_on_too(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("compression", ["sign", "powersgd"])
+async def test_what_all_reduce_has_not_sent_is_not_divided_anew(compression: str, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"compression": compression} | ({"compression_rank": 1} if compression == "powersgd" else {})
+    _, expected = await trained("allreduce", "1x2", "adam", STEPS, **more)
+    half, _ = await trained("allreduce", "1x2", "adam", HALF, folder=tmp_path, **more)
+    assert not half.errors, half.errors
+    rest, found = await trained("allreduce", "1x2", "adam", STEPS, resume=tmp_path, **more)
+    assert not rest.errors, rest.errors
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    for changed in ({"compute": {"bucket_size": 64}}, {"compression": "none", "compression_rank": 4}):
+        rest, _ = await trained("allreduce", "1x2", "adam", STEPS, resume=tmp_path, **more | changed)
+        assert any("compression" in str(error) for error in rest.errors.values()), rest.errors
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "reason"),
     [
         ("allreduce", {"every": 2}, "each worker has added up its own"),
         ("async", {"compression": "topk", "compression_ratio": 0.3}, "compression has not sent"),
+        ("async", {"compression": "powersgd", "compression_rank": 1}, "compression has not sent"),
         ("outer", {"averaging": {"method": "outer", "deltas": "int8"}}, "what rounding has lost"),
     ],
 )

@@ -84,6 +84,10 @@ async def test_a_parameter_that_the_first_step_does_not_reach_is_named_once(name
         ("2x1", {"kind": "allreduce"}, ""),
         ("2x1", {"kind": "model_server"}, ""),
         ("1x2", {"kind": "model_server", "compression": "int8"}, "this [exchange] compression"),
+        ("1x2", {"kind": "model_server", "compression": "sign"}, "this [exchange] compression"),
+        ("1x2", {"kind": "model_server", "compression": "powersgd"}, "this [exchange] compression"),
+        ("1x2", {"kind": "model_server", "compression": "fp16"}, ""),
+        ("1x2", {"kind": "allreduce", "compression": "fp16"}, "this [exchange] compression"),
     ],
 )
 def test_which_runs_warn(grid: str, exchange: dict[str, Any], words: str) -> None:

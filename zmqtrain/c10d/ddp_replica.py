@@ -64,7 +64,9 @@ class DdpReplica:
                 parameters[start:stop].view(parameter.shape).copy_(parameter.detach())
                 self._parameters[index].append((parameter, parameters[start:stop].view(parameter.shape)))
                 self._places[id(parameter)] = index, name, gradients[start:stop].view(parameter.shape)
-            buckets.append(Bucket(index, TensorPayload.of(parameters), TensorPayload.of(gradients), plan.group, plan.names))
+            shapes = tuple(tuple(named[name].shape) for name in plan.names)
+            flat = TensorPayload.of(parameters), TensorPayload.of(gradients)
+            buckets.append(Bucket(index, *flat, plan.group, plan.names, shapes=shapes))
         self.buckets: Sequence[Bucket] = buckets
         self._steps = 0
         self._begun = False

@@ -13,6 +13,7 @@ from zmqtrain.cli.plan_tables import Tables
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.strict_json import dumps
 from zmqtrain.plan.bars import panels
+from zmqtrain.plan.compressed import compressed, compressed_rows, in_words
 from zmqtrain.plan.decided import read_plan, with_plan
 from zmqtrain.plan.efficiency import efficiencies
 from zmqtrain.plan.group_step import variants
@@ -71,6 +72,7 @@ def run_plan(
         planned = [_one(problem, given, tables, why=len(problems) == 1) for problem in problems]
     if topology.compute.workers > 1 and given is None and not sweep_it:
         _groups(topology, source, tables)
+        _compression(topology, source, tables)
     if measure and planned:
         _measure(topology, planned[0], data, tables)
     if verify:
@@ -155,6 +157,16 @@ def _groups(topology: Topology, source: Source, tables: Tables | None) -> None:
             print(dumps(row))
     else:
         tables.groups(topology.compute.batch_size, rows)
+
+
+def _compression(topology: Topology, source: Source, tables: Tables | None) -> None:
+    """Print what compressed gradients would make of a step."""
+    rows = list(compressed_rows(topology, source.layers))
+    if tables is None:
+        for row in rows:
+            print(dumps(row))
+    elif rows:
+        tables.compression(rows, in_words(compressed(topology, source.layers)))
 
 
 def _numbers(text: str | None, option: str) -> list[int]:

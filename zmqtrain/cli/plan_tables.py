@@ -185,6 +185,17 @@ class Tables:
             self._print(f"\n[bold]{_who(mine[0])}, each with batches of {batch}: {_VARIANTS.get(name, name)}[/]")
             self._console.print(table)
 
+    def compression(self, rows: Sequence[dict[str, Any]], advice: str) -> None:
+        """Print what each way to compress would make of a step's exchange."""
+        table = table_of("compression", ">of the busiest host", ">network", ">its arithmetic", ">computes", ">a step", ">steps", "")
+        for row in rows:
+            times = [_time(row[f"{key}_s"]) for key in ("network", "arithmetic", "compute", "step")]
+            note = "recommended" if row["recommended"] else ""
+            table.add_row(row["compression"], rounded_size(int(row["bytes"])), *times, f"{row['steps']:g}x", note)
+        self._print(f"\n[bold]Gradients compressed, with {row['exchange']}[/] (float32; steps as two small models needed)")
+        self._console.print(table)
+        self._print(escape(advice))
+
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False)
 

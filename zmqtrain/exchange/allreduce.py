@@ -6,16 +6,20 @@ backward has computed it, and updated when the next forward reaches it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import broadcast
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
+from zmqtrain.exchange.compressed_sums import CompressedSums, refuse_unsent
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.state_source import NeighboursState, StateSource
 from zmqtrain.exchange.sums import Sums
+from zmqtrain.wire.payload import Value
 
 #: How long workers wait for each other if their group has no limit, in seconds.
 PATIENCE_S = 60.0
@@ -156,6 +160,15 @@ class AllReduceExchange(Serverless):
         await self._sum.stop()
         if self._members is not None:
             await self._members.stop()
+
+    def state_dict(self) -> dict[str, Value]:
+        return self._sums.state_dict() if isinstance(self._sums, CompressedSums) else {}
+
+    def load_state_dict(self, state: Mapping[str, Value]) -> None:
+        if isinstance(self._sums, CompressedSums):
+            self._sums.load_state_dict(state)
+        else:
+            refuse_unsent(state)
 
     def _summed(self, bucket: Bucket) -> None:
         self._replica_started().parameters_ready(bucket)

@@ -52,6 +52,7 @@ class Bucket:
     starts: tuple[
         int, ...
     ] = ()  # where each parameter begins, if gradients mark unreached parameters (`zmqtrain.collectives.unreached`)
+    shapes: tuple[tuple[int, ...], ...] = ()  # the shape of each of `names`, as this worker has it; empty if not known
 
     def sharers(self, group: Group) -> Group:
         """The members of ``group`` (one or several compute groups) that have the same part of the model in this bucket."""

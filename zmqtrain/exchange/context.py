@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zmqtrain.collectives.group import Group
+from zmqtrain.exchange.compressed_sums import CompressedSums
 from zmqtrain.exchange.elastic import ElasticMembers
 from zmqtrain.exchange.elastic_sums import ElasticSums
 from zmqtrain.exchange.members import Members
@@ -77,6 +78,10 @@ class ExchangeContext:
                 timeouts=worker.timeouts,
                 recorder=worker.recorder,
             )
+        exchange = self.worker.topology.exchange
+        if exchange.kind == "allreduce" and exchange.compression != "none":
+            ratio, rank = exchange.compression_ratio, exchange.compression_rank
+            return CompressedSums(self.all_workers(), scale, exchange.compression, ratio=ratio, rank=rank)
         return self._sums(self.all_workers(), 0, scale=scale, in_place=self.untouched)
 
     def sums_of_group(self, group: Group, *, in_place: bool) -> Sums:

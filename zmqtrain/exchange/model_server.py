@@ -26,18 +26,19 @@ from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_gather, all_reduce, broadcast, reduce_scatter
 from zmqtrain.collectives.unreached import Cuts
 from zmqtrain.data.teams import Team, owner_of
-from zmqtrain.errors import CheckpointError, PeerLostError, ProtocolError, UsageError
+from zmqtrain.errors import PeerLostError, ProtocolError, UsageError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
 from zmqtrain.exchange.beside import Beside
-from zmqtrain.exchange.checkpoint_part import kept_payload, pack_manifest, require_like
+from zmqtrain.exchange.checkpoint_part import pack_manifest
 from zmqtrain.exchange.clip import GroupClip, square
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.optimizer import require_elementwise
 from zmqtrain.exchange.own_team import OwnTeam
 from zmqtrain.exchange.pieces import Piece
+from zmqtrain.exchange.push_compression import PushCompression
 from zmqtrain.exchange.server_changes import ServerChanges, base_value
 from zmqtrain.exchange.server_heads import Heads
 from zmqtrain.exchange.server_messages import (
@@ -59,7 +60,6 @@ from zmqtrain.membership.client import Membership
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.elastic import ASKING
 from zmqtrain.waiting import in_time, together
-from zmqtrain.wire.compress import Compressor, make_compressor
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
@@ -130,12 +130,11 @@ class ModelServerExchange:
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._clip: GroupClip | None = None
         self._arithmetic = Arithmetic("zmqtrain-gradients")
-        self._compressor: Compressor | None = None
-        self._unsent: dict[str, TensorPayload] = {}  # from the checkpoint that the run resumes
+        self._compression: PushCompression | None = None
         self._resumed: tuple[Callable[[int, int, int], tuple[dict[str, Tensor], int]], int] | None = None
         self._cut: tuple[Piece, ...] = ()
         if settings.compression != "none":
-            self._compressor = make_compressor(settings.compression, settings.compression_ratio)
+            self._compression = PushCompression(settings.compression, settings.compression_ratio, settings.compression_rank)
 
     @classmethod
     def of(cls, context: ExchangeContext) -> ModelServerExchange:
@@ -188,7 +187,8 @@ class ModelServerExchange:
             limits=self._compensation.limits(given),
         )
         cut = self._cut = configuration.pieces()
-        self._take_back_unsent(replica, numbers, cut)
+        if self._compression is not None:
+            self._compression.start(replica.buckets, numbers, cut, settings.position)
         for bucket in replica.buckets:
             number = numbers[bucket.index]
             own = [piece for piece in cut if piece.bucket == number]
@@ -364,19 +364,13 @@ class ModelServerExchange:
 
     def state_dict(self) -> dict[str, Value]:
         """Gradients that compression has not sent yet, and which piece is which. All other state is the servers'."""
-        residuals = self._compressor.state_dict() if self._compressor else {}
-        payloads = {key: TensorPayload.of(tensor) for key, tensor in residuals.items()}
         pieces: list[Value] = [[piece.bucket, piece.start, piece.stop, piece.server] for piece in self._cut]
-        return {
-            "residuals": {key: [payload.dtype, b"".join(payload.frames())] for key, payload in payloads.items()},
-            "pieces": pieces,
-        }
+        return {"residuals": {} if self._compression is None else self._compression.state_dict(), "pieces": pieces}
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         residuals = state.get("residuals")
-        if self._compressor is None or not isinstance(residuals, dict):
-            return
-        self._unsent = {key: kept_payload(f"the unsent gradient of piece {key}", kept) for key, kept in residuals.items()}
+        if self._compression is not None and isinstance(residuals, dict):
+            self._compression.load_state_dict(residuals)
 
     def hand_to_servers(self, pieces: Callable[[int, int, int], tuple[dict[str, Tensor], int]], step: int) -> None:
         self._resumed = pieces, step
@@ -403,21 +397,6 @@ class ModelServerExchange:
             if self._members is None or self._members.slots is None
             else base_value(self._members.slots, self._members.teams),
         )
-
-    def _take_back_unsent(self, replica: Replica, numbers: Sequence[int], cut: Sequence[Piece]) -> None:
-        """Give the compressor what it had not sent when the checkpoint was written."""
-        if self._compressor is None or not self._unsent:
-            return
-        pieces = {str(piece.index): piece for piece in cut if piece.position == self._settings.position}
-        for key, kept in self._unsent.items():
-            piece = pieces.get(key)
-            if piece is None or piece.bucket not in numbers:
-                raise CheckpointError(f"the checkpoint has an unsent gradient of piece {key!r:.40}, which this worker lacks")
-            part = replica.buckets[numbers.index(piece.bucket)].gradients.part(piece.start, piece.stop)
-            wanted = "float64" if part.dtype == "float64" else "float32"
-            require_like(f"the unsent gradient of piece {key}", kept, TensorPayload.empty(part.numel, wanted))
-        self._compressor.load_state_dict({key: kept.tensor for key, kept in self._unsent.items()})
-        self._unsent.clear()
 
     async def _send_initial(self, replica: Replica) -> None:
         for index, own in self._first.items():
@@ -530,8 +509,8 @@ class ModelServerExchange:
         version = self._versions[piece.index]
         gradient.meta = PushMeta(self._settings.group, version, changed, passed_over, turn.life, turn.torn).to_value()
         message = gradient
-        if self._compressor is not None and not passed_over:
-            message = await self._arithmetic.do(partial(self._compressor.encode, str(piece.index), gradient), gradient)
+        if self._compression is not None and not passed_over:
+            message = await self._compression.message(piece, gradient, self._arithmetic)
         self._recorder.audit("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
         lasting = message is gradient  # it is not written before the answer, which means that the server has applied it
         into = bucket.parameters.part(piece.start, piece.stop)

@@ -33,6 +33,7 @@ class ModelServerSettings:
     """Whether the job, and not the task, sets the learning rate."""
     compression: str = "none"
     compression_ratio: float = 0.01
+    compression_rank: int = 4
     clip_norm: float = 0.0
     judges: bool = False
     """Whether gradients may not be finite, in which case all workers that wait for each other skip the update."""
@@ -68,6 +69,7 @@ class ModelServerSettings:
             own_rate=topology.optimizer.lr is not None,
             compression=exchange.compression,
             compression_ratio=exchange.compression_ratio,
+            compression_rank=exchange.compression_rank,
             clip_norm=topology.optimizer.clip_norm,
             judges=topology.compute.precision == "float16" and not topology.fc_servers and not topology.divided,
             overlap=topology.compute.overlap,

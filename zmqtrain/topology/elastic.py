@@ -47,6 +47,12 @@ def elastic_by_default(topology: Topology) -> bool:
 
 
 def _why_not_with_sums(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
+    if topology.exchange.compression != "none":
+        return (
+            "a lost worker takes along what compression has not sent of its gradients; an elastic run with all-reduce needs "
+            'compression = "none"',
+            (("exchange", "compression"),),
+        )
     if topology.compute.parts != "even":
         return (
             "the parts of a batch do not change when a worker is lost; an elastic run with all-reduce needs even parts",

@@ -68,14 +68,23 @@ class ExchangeSection(Section):
     averaging: Averaging = Field(default_factory=Averaging, description="How groups that train alone combine their models.")
     gossip: Gossip = Field(default_factory=Gossip, description="What gossip exchanges, and with whom.")
     split_size: ByteSize = Field(default=4 * 2**20, description="Larger tensors are split into pieces of at most this size.")
-    compression: Literal["none", "fp16", "bf16", "int8", "topk"] = Field(
-        default="none", description="For model servers: how gradients are compressed on the wire."
+    compression: Literal["none", "fp16", "bf16", "int8", "sign", "topk", "powersgd"] = Field(
+        default="none",
+        description="For allreduce and model servers: how gradients are compressed on the wire. sign: one bit each. topk: the "
+        "largest elements. powersgd: matrices as products of thin ones. What these three leave out is sent later. With model "
+        "servers parameters come back as they are; with allreduce nothing else travels.",
     )
     compression_ratio: float = Field(
         default=0.01,
         gt=0,
         le=1,
         description="topk: the fraction of a gradient's elements that is sent; the others are carried over to later steps.",
+    )
+    compression_rank: int = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="powersgd: the rank of the matrices' factors. A higher one loses less of each step's gradient, and sends more.",
     )
     merged_fc: bool = Field(
         default=False,

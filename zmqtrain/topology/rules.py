@@ -302,7 +302,7 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
     exchange = topology.exchange
     given = exchange.model_fields_set
     if exchange.kind != "model_server":
-        for name in ("shards", "replicas", "staleness", "snapshot", "compression"):
+        for name in ("shards", "replicas", "staleness", "snapshot"):
             field = type(exchange).model_fields[name]
             if name in given and getattr(exchange, name) != field.default:
                 yield rule(
@@ -318,17 +318,43 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
             ("exchange", "kind"),
             ("compute", "groups"),
         )
-    if exchange.compression != "topk" and "compression_ratio" in given and exchange.compression_ratio != 0.01:
-        yield rule(
-            f'compression_ratio is for topk, but compression is "{exchange.compression}": remove compression_ratio',
-            ("exchange", "compression_ratio"),
-            ("exchange", "compression"),
-        )
+    yield from _compression(topology)
     if exchange.kind == "model_server" and exchange.replicas:
         yield from _replicas(topology)
     yield from _merged_fc(topology)
     yield from _averaging(topology)
     yield from _gossip(topology)
+
+
+def _compression(topology: Topology) -> Iterator[BrokenRule]:
+    exchange, path = topology.exchange, ("exchange", "compression")
+    fields = type(exchange).model_fields
+    for name, of in (("compression_ratio", "topk"), ("compression_rank", "powersgd")):
+        if exchange.compression != of and getattr(exchange, name) != fields[name].default:
+            yield rule(f'{name} is for {of}, but compression is "{exchange.compression}": remove {name}', ("exchange", name), path)
+    if exchange.compression == "none":
+        return
+    if exchange.kind not in ("model_server", "allreduce"):
+        yield rule(
+            f'compression is for model servers and all-reduce, but kind is "{exchange.kind}": set kind, or remove compression',
+            path,
+            ("exchange", "kind"),
+            ("compute", "groups"),
+        )
+    elif exchange.kind == "allreduce" and (topology.divided or topology.compute.grid == "auto"):
+        yield rule(
+            'with all-reduce, compression is for groups that divide only the batch: remove the grid, set kind = "model_server", or '
+            "remove compression",
+            path,
+            ("compute", "grid"),
+        )
+    if exchange.compression == "powersgd" and topology.compute.device == "modelled" and not topology.trains:
+        yield rule(
+            "powersgd divides matrices into factors, but a profile has only the sizes of layers: set [job] task and [simulation] "
+            'payload = "real", or choose another compression',
+            path,
+            ("compute", "device"),
+        )
 
 
 def _replicas(topology: Topology) -> Iterator[BrokenRule]:

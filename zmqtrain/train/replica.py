@@ -116,6 +116,7 @@ class TorchReplica:
                 h.plan.names,
                 rows_of_bucket(h.plan.names, shards),
                 h.parts.starts,
+                tuple(tuple(view.shape) for view in h.views),
             )
             for index, h in enumerate(self._held)
         )

@@ -14,8 +14,11 @@ MOST_LISTED = 3
 def what_blinds(topology: Topology) -> str:
     """Why gradients cannot show that no backward has reached a parameter (`zmqtrain.collectives.unreached`), in words; empty if
     they can."""
-    # Such compression loses the sign of zeros.
-    return "this [exchange] compression" if topology.exchange.compression in ("int8", "topk") else ""
+    exchange = topology.exchange
+    # Such compression loses the sign of zeros, as does whatever adds the rounding errors of earlier steps.
+    loses = exchange.compression not in ("none", "fp16", "bf16")
+    adds = exchange.kind == "allreduce" and exchange.compression != "none"
+    return "this [exchange] compression" if loses or adds else ""
 
 
 def unreached_warning(replica: TorchReplica, blind: str) -> str | None:

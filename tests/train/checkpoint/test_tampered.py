@@ -252,7 +252,7 @@ def _of(kind: str) -> Any:
     if kind == "averaging":
         exchange |= {"every": 2, "averaging": {"method": "outer", "deltas": "int8", "overlap_steps": 1}}
     if kind == "allreduce":
-        exchange |= {"every": 3}
+        exchange |= {"every": 3, "compression": "powersgd", "compression_rank": 1}
     return topology_of(
         job={"steps": 4, "checkpoint_every": 2, "elastic": False, "timeout": 5.0},
         compute={"groups": 2, "batch_size": 12},

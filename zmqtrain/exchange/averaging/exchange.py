@@ -17,17 +17,18 @@ from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.averaging.alike import require_alike
 from zmqtrain.exchange.averaging.fragments import Fragments
 from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer, copy_of
-from zmqtrain.exchange.averaging.rounded_mean import RoundedMean
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import FixedMembers, Members
+from zmqtrain.exchange.rounded_mean import RoundedMean
 from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.state_source import NeighboursState, StateSource
 from zmqtrain.exchange.sums import NetworkSums, Sums
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.waiting import abandoned, together
+from zmqtrain.wire.compress import make_codec
 from zmqtrain.wire.payload import Payload, Value
 
 #: The names of what an average that has arrived, but is not applied yet, consists of.
@@ -104,7 +105,7 @@ class AveragingExchange(Serverless):
         self._groups, self._fragments, self._method = groups, fragments, method or Average()
         self._mix = mix if fragments.delay else 0.0
         self._arithmetic = Arithmetic("zmqtrain-averaging")
-        self._rounded = None if deltas == "float32" else RoundedMean(deltas, self._arithmetic)
+        self._rounded = None if deltas == "float32" else RoundedMean(make_codec(deltas), self._arithmetic)
         self._recorder: Recorder = recorder or NullRecorder()
         self._sum = GradientSum(self._sums, self._recorder, self._abort, overlap=overlap)
         self._under_way = UnderWay(self._finish, self._abort)

@@ -83,8 +83,7 @@ async def recut_servers(was: Layout, now: Layout, group: int, position: int, own
     state = _table(own, "exchange")
     if not isinstance(state.get("pieces"), list):
         raise CheckpointError(f"the checkpoint does not say how model servers divided the model: {_OLD_GRID}")
-    if state.get("residuals"):
-        raise CheckpointError(f"the checkpoint has gradients that compression has not sent, of each worker's own part: {_OLD_GRID}")
+    _refuse_unsent(state.get("residuals"))
     firsts = {now.sharers(bucket, now.row_of(bucket, position))[0] for bucket in range(len(now.buckets))}
     if group or position not in firsts:
         return Recut(was, now, pieces=_none, step=own.step)
@@ -103,6 +102,16 @@ async def recut_servers(was: Layout, now: Layout, group: int, position: int, own
         return _piece(wholes, now, bucket, now.row_of(bucket, position), start, stop)
 
     return Recut(was, now, pieces=piece, step=own.step)
+
+
+def refuse_unsent_parts(own: Part) -> None:
+    """Raise `CheckpointError` if all-reduce has kept anything of buckets that were others."""
+    _refuse_unsent(_table(own, "exchange"))
+
+
+def _refuse_unsent(kept: object) -> None:
+    if kept:
+        raise CheckpointError(f"the checkpoint has gradients that compression has not sent, of each worker's own part: {_OLD_GRID}")
 
 
 def _take_apart(

@@ -20,7 +20,7 @@ from zmqtrain.exchange.checkpoint_part import AS_KEPT, MEMBERS, STANDS_IN, Part,
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.train.checkpoint.folder import MODEL
 from zmqtrain.train.checkpoint.layout import Layout
-from zmqtrain.train.checkpoint.recut import Recut, recut_averages, recut_servers, tensors_of
+from zmqtrain.train.checkpoint.recut import Recut, recut_averages, recut_servers, refuse_unsent_parts, tensors_of
 from zmqtrain.train.checkpoint.spool import Spool
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import Parts
@@ -175,6 +175,8 @@ class Saver:
             return await recut_averages(was, now, self.group, self.position, own, fetch)
         if self.kind == "model_server":
             return await recut_servers(was, now, self.group, self.position, own, fetch)
+        if self.kind == "allreduce":
+            refuse_unsent_parts(own)
         return Recut(was, now)
 
     async def _kept(self, timeout_s: float, name: str) -> Part:
