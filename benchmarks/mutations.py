@@ -230,6 +230,15 @@ def lost_group_waited_for(patches: Patches) -> None:
     patches.around(Serving, "drop", lambda _: mutated)
 
 
+def place_not_kept(patches: Patches) -> None:
+    """Others go on without a group that has lost one of its workers."""
+
+    async def mutated(self: Lives, team: Any) -> None:
+        await self._end(team)
+
+    patches.around(Lives, "_end_or_hold", lambda _: mutated)
+
+
 def bound_not_kept(patches: Patches) -> None:
     def make(ready: Any) -> Any:
         def mutated(self: StalenessMachine) -> Any:
@@ -264,7 +273,7 @@ def floor_ignored(patches: Patches) -> None:
     def make(of: Any) -> Any:
         def mutated(value: Any) -> _Members:
             found = of.__func__(_Members, value)
-            return _Members(0, found.progress)
+            return _Members(0, found.progress, found.kept)
 
         return staticmethod(mutated)
 
@@ -493,6 +502,7 @@ MUTATIONS = (
     Mutation("a lost worker's push counts that has not come", "servers-async", push_that_never_came, 4),
     Mutation("servers go on waiting for a lost group", "servers-sync", lost_group_waited_for, 4),
     Mutation("an update is made without one group's gradient", "servers-sync", applied_without_one, 1),
+    Mutation("others do not wait for a group that has lost a worker", "teams-sync", place_not_kept, 2),
     Mutation("groups run ahead of the bound", "servers-bounded", bound_not_kept, 1),
     Mutation("new members begin before the steps that are done", "servers-async", floor_ignored, 6),
     Mutation("a late worker does not learn of earlier changes", "servers-sync", history_forgotten, 4),

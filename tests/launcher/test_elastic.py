@@ -132,12 +132,14 @@ def test_servers_go_on_without_the_first_worker_and_with_its_successor(tmp_path:
         assert summary["checkpoints"]["newest"] in (STEPS, STEPS + 1)
 
 
-def test_a_group_goes_on_without_one_of_its_workers_and_with_its_successor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("staleness", ["async", "sync"])
+def test_a_group_goes_on_without_one_of_its_workers_and_with_its_successor(tmp_path: Path, staleness: str) -> None:
     """Every sample of all epochs counts once."""
     (tmp_path / "task.py").write_text(waiting(5))
     topology = TOPOLOGY.format(restarts=1, steps=STEPS, kind="model_server")
     topology = topology.replace(f"steps = {STEPS}", "epochs = 4\neval_every = 60")
     topology = topology.replace("groups = 3", "groups = 2\ngroup_size = 2")
+    topology = topology.replace("[observe]", f'staleness = "{staleness}"\n[observe]')
     (tmp_path / "trial.toml").write_text(topology)
     with Launched(tmp_path, "trial.toml") as run:
         roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 4)

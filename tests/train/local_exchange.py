@@ -29,6 +29,9 @@ class LocalExchange:
     def exchanges(self, step: int) -> bool:
         return True
 
+    def repeats(self, step: int) -> bool:
+        return False
+
     def bucket_ready(self, bucket: Bucket) -> None:
         self.order.append(bucket.index)
         if len(self.order) == len(self.replica.buckets):

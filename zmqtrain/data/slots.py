@@ -14,7 +14,7 @@ A *life* is one process under a worker's name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from zmqtrain.net.endpoint import PeerId
@@ -93,6 +93,13 @@ class SlotPlan:
         """As `slot`, but as if training went on for ever."""
         era = self.at(step)
         return era.slot(step, era.members.index(life)) if life in era.members else None
+
+    def follow(self, before: Life, after: Life) -> None:
+        """The second one goes on in place of the first one, with whatever this one has not done."""
+        self.eras = [
+            replace(era, members=tuple(after if life == before else life for life in era.members)) if before in era.members else era
+            for era in self.eras
+        ]
 
     def change(self, since: int, members: Sequence[Life], progress: Mapping[Life, Progress]) -> None:
         """These are the members from ``since`` on, which is not before the last change. ``progress``: of all that are gone; one

@@ -37,6 +37,10 @@ class Team:
         """The members' names."""
         return tuple(peer for peer, _ in self.members)
 
+    def follows(self, other: Team) -> bool:
+        """Whether this is what ``other`` has become: another team of the same group, with at least one of the same processes."""
+        return self.name == other.name and self.life != other.life and not set(self.members).isdisjoint(other.members)
+
     @property
     def unit(self) -> Life:
         """What takes turns in a `zmqtrain.data.slots.SlotPlan`."""
@@ -48,6 +52,32 @@ class Team:
             return [self.name, self.life]
         members: list[Value] = [[peer, process] for peer, process in self.members]
         return [self.name, self.life, members]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Other teams than before, from a step on."""
+
+    since: int
+    teams: tuple[Team, ...]
+    follow: Mapping[PeerId, int]
+    """Those of them, by name, that go on in the place of the one before, with what this one has left of its last step: the first
+    step of each. It is not after ``since``."""
+
+    def first(self, team: Team) -> int:
+        """The step with which the team begins, if it is another one than before."""
+        return self.follow.get(team.name, self.since)
+
+    def to_value(self) -> list[Value]:
+        """For `of`."""
+        follow: list[Value] = [[name, step] for name, step in self.follow.items()]
+        return [self.since, [team.to_value() for team in self.teams], follow]
+
+    @classmethod
+    def of(cls, value: Any) -> Change:
+        """Raises ``TypeError`` and ``ValueError``."""
+        since, teams, follow = value
+        return cls(int(since), teams_of(teams), {str(name): int(step) for name, step in follow})
 
 
 def owner_of(position: int, peers: Sequence[PeerId]) -> PeerId:

@@ -195,6 +195,7 @@ class Exchange(Protocol):
     synchronous                         all                loop                         who evaluates and who stops together
     averaged, model                     all                loop, sessions, checkpoints  what is evaluated and kept
     exchanges                           allreduce          loop, sessions, checkpoints  steps whose gradients are only accumulated
+    repeats                             model_server       loop                         steps that are given up
     keep                                model_server       loop                         the servers' parts of a checkpoint
     read                                model_server       loop, sessions               the run's model, if servers have it
     leave                               model_server       loop, sessions               workers that have no more data
@@ -241,6 +242,11 @@ class Exchange(Protocol):
     async def end_step(self) -> None:
         """All buckets of the step were handed over, if any. On return the next step may begin. With overlap, parameters of some
         buckets may still be on their way; the replica's gates hold the forward back until they arrive."""
+
+    def repeats(self, step: int) -> bool:
+        """After `end_step`: whether ``step`` was given up, because a worker of the group is lost or has come, and must be trained
+        once more before it has ended."""
+        ...
 
     async def settle(self) -> None:
         """Wait until the parameters of all buckets have arrived (before evaluations, checkpoints and the end)."""

@@ -21,6 +21,7 @@ from typing import Protocol
 from zmqtrain.collectives.group import Group
 from zmqtrain.data.division import Division, Span
 from zmqtrain.data.slots import Life, Slot, SlotPlan
+from zmqtrain.data.teams import Change as TeamsChange
 from zmqtrain.data.teams import Team, first_teams
 from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError, ViewChangedError
 from zmqtrain.events import Recorder
@@ -66,6 +67,7 @@ class ElasticMembers:
     survives = True
     slots: SlotPlan | None = None
     division: Division | None = None
+    limits: tuple[int | None, int | None] = (None, None)
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class ElasticMembers:
         every: int = 1,
         spares: int = 0,
         groups: Sequence[Sequence[PeerId]] = (),
+        repeats: bool = False,
     ) -> None:
         """
         Args:
@@ -87,7 +90,9 @@ class ElasticMembers:
             every: their gradients are summed in the last of so many steps.
             spares: how many of the workers, the last ones, may come later.
             groups: those that form teams, if groups of several workers train batches of their own (`zmqtrain.data.teams`).
+            repeats: a group that has lost a worker trains the step once more that it had under way.
         """
+        self.repeats = repeats
         self._divided, self._every = divided, every
         self.divides = divided is not None
         self.late = membership.late
@@ -100,9 +105,10 @@ class ElasticMembers:
         first = late if membership.late else {peer: here.get(peer, 0) for peer in workers[: len(workers) - spares]}
         self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # first step; members and their incarnations
         self._name: PeerId = next((group[0] for group in groups if endpoint.peer in group), endpoint.peer)  # of the group
-        self._teams: list[tuple[int, tuple[Team, ...]]] = []  # their first step, and the teams
+        self._teams: list[TeamsChange] = []
+        self._firsts: dict[Life, int] = {}  # the first step of each team that there ever was
         if groups and not membership.late:
-            self._teams.append((0, first_teams(groups, first)))
+            self.form(TeamsChange(0, first_teams(groups, first), {}))
         self._complete = [-1]  # for each of these: the newest step that counted with all who trained it
         self._versions = [-1]  # for each of these: the version of the view
         self._begun = -1 if membership.late else 0  # the newest step that may have begun
@@ -142,18 +148,23 @@ class ElasticMembers:
 
     @property
     def teams(self) -> tuple[Team, ...]:
-        return self._teams[-1][1] if self._teams else ()
+        return self._teams[-1].teams if self._teams else ()
 
     def team(self) -> Team | None:
         return next((team for team in self.teams if self._life in team.members), None)
 
-    def form(self, since: int, teams: tuple[Team, ...]) -> None:
-        self._teams.append((since, teams))
+    def form(self, change: TeamsChange) -> None:
+        for team in change.teams:
+            self._firsts.setdefault(team.unit, change.first(team))
+        self._teams.append(change)
+
+    def first_step(self, team: Team) -> int:
+        return self._firsts[team.unit]
 
     def share(self, step: int) -> tuple[int, int]:
-        for since, teams in reversed(self._teams):
-            team = next((team for team in teams if team.name == self._name), None)
-            if since <= step and team is not None and self._life in team.members:
+        for change in reversed(self._teams):
+            team = next((team for team in change.teams if team.name == self._name), None)
+            if team is not None and self._firsts[team.unit] <= step and self._life in team.members:
                 return team.members.index(self._life), len(team.members)
         return 0, 1
 
@@ -241,6 +252,8 @@ class ElasticMembers:
         me, own = self._life
         # The others may have agreed again before this process continues here: with the first of these plans they count on it.
         first = min(step for step, members in self._plans[1:] if members.get(me) == own)
+        if (team := self.team()) is not None:
+            first = min(first, self.first_step(team))
         self._begun = self._first = first
         self._on_view(self._membership.view)  # which may have changed in the meantime
         return first

@@ -32,6 +32,7 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
             every=exchange.every_steps(groups),
             spares=len(placement.spares),
             groups=[placement.group_members(group) for group in range(groups)] if teams else (),
+            repeats=teams and exchange.policy == "sync",
         )
     return FixedMembers(context.endpoint, workers, timeout_s=context.timeouts.barrier_s)
 

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 from zmqtrain.collectives.group import Group
 from zmqtrain.data.division import Division, Span
 from zmqtrain.data.slots import Slot, SlotPlan
+from zmqtrain.data.teams import Change as TeamsChange
 from zmqtrain.data.teams import Team
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.wire.payload import Value
@@ -31,6 +32,10 @@ class Members(Protocol):
     """Whether this worker joins a run that has already begun."""
     slots: SlotPlan | None
     """Who trains which batches, if that depends on who was lost. Set by an exchange that knows how far the lost ones have got."""
+    limits: tuple[int | None, int | None]
+    """After how many steps, and after how many slots, training ends, as far as the job says so. Set before an exchange begins."""
+    repeats: bool
+    """Whether a group that has lost a worker trains the step once more that it had under way. Its others wait for that."""
     divides: bool
     """Whether all workers train in step, and divide the samples of each step anew whenever the members change: by `division`."""
     division: Division | None
@@ -62,8 +67,12 @@ class Members(Protocol):
         """This worker's team now, if there are `teams`."""
         ...
 
-    def form(self, since: int, teams: tuple[Team, ...]) -> None:
-        """These are the `teams` from ``since`` on."""
+    def form(self, change: TeamsChange) -> None:
+        """There are other `teams`."""
+
+    def first_step(self, team: Team) -> int:
+        """The step with which one of the `teams` began."""
+        ...
 
     def share(self, step: int) -> tuple[int, int]:
         """This worker's place among those that divide the samples of its batch at ``step``, and their number. May be called in any
@@ -152,6 +161,8 @@ class FixedMembers:
     survives = False
     late = False
     slots: SlotPlan | None = None
+    limits: tuple[int | None, int | None] = (None, None)
+    repeats = False
     divides = False
     division: Division | None = None
 
@@ -178,7 +189,10 @@ class FixedMembers:
     def team(self) -> Team | None:
         return None
 
-    def form(self, since: int, teams: tuple[Team, ...]) -> None:
+    def form(self, change: TeamsChange) -> None:
+        raise AssertionError("fixed members form no teams")
+
+    def first_step(self, team: Team) -> int:
         raise AssertionError("fixed members form no teams")
 
     def share(self, step: int) -> tuple[int, int]:

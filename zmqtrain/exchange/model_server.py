@@ -291,10 +291,23 @@ class ModelServerExchange:
 
     async def end_step(self) -> None:
         await self._under_way.all_added()
-        if not self._settings.overlap:
+        if not self._settings.overlap or self._repeats:
             await self.settle()
+        if self._repeats and self._turn.life != self._life and self._own_team is not None:  # the step was given up
+            await self._own_team.entered()
         if self._beside is not None:
             await self._beside.give()
+
+    def repeats(self, step: int) -> bool:
+        team = self._team
+        if not self._repeats or team is None or self._members is None or self._turn.life == team.life:
+            return False
+        return self._members.first_step(team) <= step
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether a step that is given up may have to be trained again: then no other one begins before it has ended."""
+        return self._members is not None and self._members.repeats
 
     async def settle(self) -> None:
         await self._under_way.settle()

@@ -15,11 +15,11 @@ What servers know are teams (`zmqtrain.data.teams`); a worker that is a group of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from zmqtrain.data.slots import Life, Progress, Slot, SlotPlan
-from zmqtrain.data.teams import Team, next_teams, teams_of
+from zmqtrain.data.teams import Change, Team, next_teams, teams_of
 from zmqtrain.errors import ProtocolError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.members import Members
@@ -41,52 +41,65 @@ class ServerChanges:
         self._timeout_s, self._recorder = timeout_s, recorder
         self._late = members.late
         if not members.late:
-            members.begin_slots()
+            self._limited(members.begin_slots())
         members.before_change(self._prepare)
 
     async def _prepare(self, step: int, living: Mapping[PeerId, int], version: int) -> int:
-        teams = await self._teams(living, version)
-        lives = [team.unit for team in teams]
+        history: Value = None
+        before = self._members.teams
+        if self._late and self._groups:  # others may have told servers already of the change with which it comes
+            history = await self._heads.request(0, HISTORY, timeout=self._timeout_s)
+            before = last_teams(history)
+        if self._groups:
+            teams = next_teams(self._groups, living, before, version)
+        else:
+            teams = tuple(Team.alone(peer, incarnation) for peer, incarnation in living.items())
         told: list[Value] = [team.to_value() for team in teams]
         # Servers answer once they have begun, and when what they are computing is done.
         answers = [_Members.of(answer) for answer in await self._heads.request_all(MEMBERS, told, timeout=self._timeout_s)]
         progress = merged(each.progress for each in answers)
         since = max(step, *(each.floor for each in answers))
-        await self._heads.request_all(CHANGE, since, told, timeout=self._timeout_s)
+        if history is not None and teams == before and (known := last_change(history)) is not None:
+            change = known
+        else:
+            plan = self._members.slots if history is None else self._limited(plan_of(history, progress))
+            kept = set[Life].intersection(*(each.kept for each in answers))
+            change = Change(since, teams, {} if plan is None else _following(plan, before, teams, since, kept, progress))
+        since = change.since
+        await self._heads.request_all(CHANGE, *change.to_value(), timeout=self._timeout_s)
         if self._late:
             self._late = False
-            self._members.slots = plan_of(await self._heads.request(0, HISTORY, timeout=self._timeout_s), progress)
+            self._members.slots = self._limited(plan_of(await self._heads.request(0, HISTORY, timeout=self._timeout_s), progress))
         elif (plan := self._members.slots) is not None:
-            plan.change(since, lives, progress)
+            changed(plan, change, before, progress)
         if self._groups:
-            self._members.form(since, teams)
+            self._members.form(change)
         plan = self._members.slots
         assert plan is not None
+        lives = [team.unit for team in teams]
         self._recorder.audit("era", since=since, members=lives, left=[slot.number for slot in plan.eras[-1].left])
         return since
 
-    async def _teams(self, living: Mapping[PeerId, int], version: int) -> tuple[Team, ...]:
-        if not self._groups:
-            return tuple(Team.alone(peer, incarnation) for peer, incarnation in living.items())
-        before = self._members.teams
-        if self._late:  # others may have told servers already of the change with which it comes
-            before = last_teams(await self._heads.request(0, HISTORY, timeout=self._timeout_s))
-        return next_teams(self._groups, living, before, version)
+    def _limited(self, plan: SlotPlan) -> SlotPlan:
+        """The plan, which ends where that of the others does."""
+        plan.steps, plan.total = self._members.limits
+        return plan
 
 
 class _Members:
     """A server's answer to "members"."""
 
-    __slots__ = ("floor", "progress")
+    __slots__ = ("floor", "kept", "progress")
 
-    def __init__(self, floor: int, progress: Mapping[Life, Progress]) -> None:
-        self.floor, self.progress = floor, progress
+    def __init__(self, floor: int, progress: Mapping[Life, Progress], kept: set[Life]) -> None:
+        self.floor, self.progress, self.kept = floor, progress, kept
 
     @classmethod
     def of(cls, value: Value) -> _Members:
         try:
-            floor, rows = cast(Any, value)
-            return cls(int(floor), {(str(peer), int(life)): (int(low), int(high)) for peer, life, low, high in rows})
+            floor, rows, kept = cast(Any, value)
+            progress = {(str(peer), int(life)): (int(low), int(high)) for peer, life, low, high in rows}
+            return cls(int(floor), progress, {(str(name), int(life)) for name, life in kept})
         except (TypeError, ValueError):
             raise ProtocolError(f"a model server answered a change of the members with {value!r:.60}") from None
 
@@ -113,9 +126,12 @@ def plan_of(history: Value, progress: Mapping[Life, Progress]) -> SlotPlan:
     """The plan that follows from what a server knows: the beginning, and all changes since. Raises `ProtocolError`."""
     try:
         (since, members, first, left), changes = cast(Any, history)
-        plan = SlotPlan(_units(members), since=int(since), first=int(first), left=[Slot(int(n)) for n in left])
-        for step, teams in changes:
-            plan.change(int(step), _units(teams), progress)
+        before = teams_of(members)
+        units = [team.unit for team in before]
+        plan = SlotPlan(units, since=int(since), first=int(first), left=[Slot(int(n)) for n in left])
+        for change in map(Change.of, changes):
+            changed(plan, change, before, progress)
+            before = change.teams
     except (TypeError, ValueError):
         raise _unreadable(history) from None
     return plan
@@ -125,13 +141,49 @@ def last_teams(history: Value) -> tuple[Team, ...]:
     """Those since the last change that a server knows. Raises `ProtocolError`."""
     try:
         (_, members, _, _), changes = cast(Any, history)
-        return teams_of(changes[-1][1] if changes else members)
+        return Change.of(changes[-1]).teams if changes else teams_of(members)
     except (TypeError, ValueError):
         raise _unreadable(history) from None
 
 
-def _units(teams: Any) -> list[Life]:
-    return [team.unit for team in teams_of(teams)]
+def last_change(history: Value) -> Change | None:
+    """The last change that a server knows. Raises `ProtocolError`."""
+    try:
+        _, changes = cast(Any, history)
+        return Change.of(changes[-1]) if changes else None
+    except (TypeError, ValueError):
+        raise _unreadable(history) from None
+
+
+def changed(plan: SlotPlan, change: Change, before: Sequence[Team], progress: Mapping[Life, Progress]) -> None:
+    """Make the change in the plan. ``before``: the teams until then."""
+    of_name = {team.name: team for team in before}
+    for team in change.teams:
+        if team.name in change.follow:
+            plan.follow(of_name[team.name].unit, team.unit)
+    plan.change(change.since, [team.unit for team in change.teams], progress)
+
+
+def _following(
+    plan: SlotPlan,
+    before: Sequence[Team],
+    teams: Sequence[Team],
+    since: int,
+    kept: Collection[Life],
+    progress: Mapping[Life, Progress],
+) -> dict[PeerId, int]:
+    """The teams, by name, that go on in the place of the one before, with the step from which on this one's gradients do not count
+    everywhere. They are those whose place all servers have ``kept``, and which have something to train before the change."""
+    found = {}
+    of_name = {team.name: team for team in before}
+    for team in teams:
+        was = of_name.get(team.name)
+        if was is None or not team.follows(was) or was.unit not in kept or was.unit not in progress:
+            continue
+        first = progress[was.unit][0]
+        if any(plan.slot(step, was.unit) is not None for step in range(first, since)):
+            found[team.name] = first
+    return found
 
 
 def _unreadable(history: Value) -> ProtocolError:

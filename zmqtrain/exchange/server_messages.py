@@ -116,6 +116,11 @@ class Configuration:
     """If workers may be lost: which processes the run begins with, and with which data
     (`zmqtrain.exchange.server_changes.base_value`)."""
 
+    @property
+    def keeps_places(self) -> bool:
+        """Whether others wait for a group that has lost a worker, until its others have trained its step again."""
+        return self.elastic is not None and self.policy == "sync" and max(map(len, self.groups)) > 1
+
     def pieces(self) -> tuple[Piece, ...]:
         """The model divided into pieces."""
         return pieces([bucket.size for bucket in self.buckets], len(self.groups[0]), len(self.servers), self.split_bytes)

@@ -22,6 +22,9 @@ class Serverless:
     def exchanges(self, step: int) -> bool:
         return True
 
+    def repeats(self, step: int) -> bool:
+        return False
+
     async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
         return None
 

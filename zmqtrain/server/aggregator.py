@@ -19,6 +19,10 @@ from zmqtrain.wire.payload import Value
 #: ``none``: pushes are applied as they arrive. With snapshots all servers apply the steps of groups in one order: server 0
 #: ``decide``s it, the others ``follow``.
 Order = Literal["none", "decide", "follow"]
+#: With which values of a piece a team begins that follows another one of its group: the present ones; those that answer what the
+#: other one has pushed; the present ones, or those before the last update, for a step that the other one has pushed already; or
+#: those with which the group enters ``later``.
+Begins = Literal["now", "answer", "again", "again before", "later"]
 #: What has become of a push: it is the group's next one; it has arrived, and the answer comes later; it was answered.
 Standing = Literal["new", "waits", "answered"]
 
@@ -149,6 +153,15 @@ class Aggregator:
         """This life of the group is lost. What it has pushed still counts; later pushes must not reach `pushed`."""
         return _useful(unit.drop(group, life) for unit in self._units)
 
+    def hold(self, group: int, life: int) -> None:
+        """As `drop`, but the group keeps its place: the others wait until another team of it goes on."""
+        for unit in self._units:
+            unit.note(group, life)
+
+    def follow(self, group: int, first: int) -> dict[int, Begins]:
+        """Another team of the group goes on at step ``first``. Returns what it begins with, by piece."""
+        return {piece: unit.follow(group, first) for piece, unit in self._unit_of.items()}
+
     def progress(self, life: int) -> tuple[int, int] | None:
         """How far a dropped life has got: the fewest and the most steps that it has pushed of a piece. ``None``: it never took
         part, or there is no piece here."""
@@ -276,12 +289,27 @@ class _Unit:
         """Whether the same batch already counts here."""
         return any(self.gone.get(life, -1) > step for life, step in push.torn)
 
-    def drop(self, group: int, life: int) -> Batch:
+    def note(self, group: int, life: int) -> None:
+        """So far this life of the group has got; it does nothing more."""
         assert len(self.pieces) == 1, "a step of several pieces would be dropped in part"
         done = self.machine.done(group)
         if done is not None:
             self.gone[life] = done
+
+    def drop(self, group: int, life: int) -> Batch:
+        self.note(group, life)
         return self.leave(group)
+
+    def follow(self, group: int, first: int) -> Begins:
+        machine = self.machine
+        waits, done = machine.waits(group), machine.done(group)
+        if machine.comes(group):
+            return "later"
+        assert done is not None, "its place was kept"
+        if done > first:
+            assert done == first + 1
+            return "again" if waits else "again before"
+        return "answer" if waits else "now"
 
     def enter(self, group: int, step: int) -> Batch:
         return self._batch(self.machine.enter(group, step))

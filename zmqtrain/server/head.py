@@ -133,7 +133,7 @@ class Head:
         async with self.copy.lock:
             for peer, life in lives.others(present):
                 await self._do("drop", peer, life)
-            progress = lives.progress()
+            progress = lives.progress(present.items())
         await self.told()
         return progress
 

@@ -6,11 +6,11 @@ coroutine holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from zmqtrain.data.slots import Life
-from zmqtrain.data.teams import Team, teams_of
+from zmqtrain.data.teams import Change, Team, teams_of
 from zmqtrain.errors import ProtocolError
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import PeerId
@@ -21,12 +21,17 @@ from zmqtrain.wire.payload import Value
 class Lives:
     """The processes (a worker's name and its incarnation) that train with one shard, and the teams that they form.
 
-    A team trains as long as all its members are there. When one is lost, the others form another team (`change`)."""
+    A team trains as long as all its members are there. When one is lost, the others form another team (`change`). In synchronous
+    training the groups that wait for each other wait for that team, too: the first one's place is *kept*, unless nobody of it is
+    left. Once this was told (`progress`), it is so until the next change, whoever else is lost: all workers must be told the same.
+    """
 
-    def __init__(self, serving: Serving, groups: Sequence[Sequence[PeerId]], base: Value) -> None:
+    def __init__(self, serving: Serving, groups: Sequence[Sequence[PeerId]], base: Value, *, keeps_places: bool = False) -> None:
         """``groups``: all workers that the run can have. ``base``: what the run begins with
         (`zmqtrain.exchange.server_changes.base_value`)."""
-        self._serving, self._base = serving, base
+        self._serving, self._base, self._keeps_places = serving, base, keeps_places
+        self._held: dict[PeerId, Team] = {}  # teams whose place is kept, by name
+        self._kept: set[Life] = set()  # all that ever were held when this was told
         self._groups = {peer: number for number, group in enumerate(groups) for peer in group}
         since, teams, _, _ = cast(Any, base)
         self.training: dict[PeerId, int] = {}
@@ -37,14 +42,14 @@ class Lives:
         self.finished: set[PeerId] = set()
         """Those that need no server any more."""
         self._first = int(since)
-        self._changes: list[tuple[int, tuple[Team, ...]]] = []  # steps, and who trains from there on
+        self._changes: list[Change] = []
         self._dropped: dict[PeerId, dict[int, int]] = {}  # teams that are no more, by name and life: the step at which each began
         self._tell()
 
     @property
     def since(self) -> int:
         """The first step of those that train now."""
-        return self._changes[-1][0] if self._changes else self._first
+        return self._changes[-1].since if self._changes else self._first
 
     @property
     def ended(self) -> bool:
@@ -67,6 +72,8 @@ class Lives:
         del self.training[peer]
         self._gone.add((peer, life))
         for team in [team for team in self._teams.values() if (peer, life) in team.members]:
+            await self._end_or_hold(team)
+        for team in [team for team in self._held.values() if team.unit not in self._kept and self._gone.issuperset(team.members)]:
             await self._end(team)
 
     async def keep_only(self, teams: Sequence[Team]) -> None:
@@ -76,30 +83,50 @@ class Lives:
             await self.drop(peer, life)
         units = {team.unit for team in teams}
         for team in [team for team in self._teams.values() if team.unit not in units]:
-            await self._end(team)
+            if self._keeps_places and any(other.follows(team) for other in teams):
+                self._hold(team)
+            else:
+                await self._end(team)
+        for team in [team for team in self._held.values() if team.unit not in self._kept]:
+            if team.unit not in units and not any(other.follows(team) for other in teams):
+                await self._end(team)
 
     def others(self, lives: Mapping[PeerId, int]) -> list[Life]:
         """The processes that train, but are not among ``lives``."""
         return [(peer, life) for peer, life in self.training.items() if lives.get(peer) != life]
 
-    def progress(self) -> Value:
-        """How far those have got that are no more, and the step before which no change may take effect."""
-        lost = [(name, life) for name, dropped in self._dropped.items() for life in dropped]
+    def progress(self, present: Collection[Life]) -> Value:
+        """How far those have got that are no more, the step before which no change may take effect, and whose places are kept.
+        ``present``: those with whom a change is prepared. If one of these is lost meanwhile, that is for the next change: whoever
+        asks late must be told the same."""
+        self._kept.update(team.unit for team in self._held.values() if team.unit not in present)
+        lost = [(name, life) for name, dropped in self._dropped.items() for life in dropped if (name, life) not in present]
         found = [(name, life, self._serving.aggregator.progress(life)) for name, life in lost]
         rows = [(name, life, *progress) for name, life, progress in found if progress is not None]
         told: list[Value] = [[*row] for row in rows]
-        return [max([self.since, *(most for *_, most in rows)]), told]
+        kept: list[Value] = [[name, life] for name, life in lost if (name, life) in self._kept]
+        return [max([self.since, *(most for *_, most in rows)]), told, kept]
 
-    async def change(self, since: int, teams: Sequence[Team]) -> None:
-        """From this step on these train. It is said by all of them, and counts once."""
-        change = (since, tuple(teams))
-        if change in self._changes or since < self.since:
+    async def change(self, change: Change) -> None:
+        """From its step on these teams train. It is said by all of them, and counts once."""
+        if change in self._changes or change.since < self.since:
             return
+        if not change.follow.keys() <= self._held.keys():
+            raise ProtocolError(f"a change of the members goes on with {', '.join(change.follow)}, whose place was not kept")
         self._changes.append(change)
-        self._take(teams)
+        for team in list(self._held.values()):
+            if team not in change.teams and team.name not in change.follow:
+                await self._end(team)
+        self._held = {team.name: team for team in self._held.values() if team in change.teams}
+        self._take([team for team in change.teams if team not in self._held.values()])
         self.finished -= self.training.keys()
         self._serving.teams = self._by_group({team.name: team.peers for team in self._teams.values()})
-        await self._serving.enter(since, self._by_group({team.name: team.life for team in self._teams.values()}))
+        for name, first in change.follow.items():
+            await self._serving.follow(self.group_of(name), self._teams[name].life, first)
+        lives = self._by_group({team.name: team.life for team in self._teams.values()})
+        await self._serving.enter(change.since, lives)
+        for team in [team for team in self._teams.values() if not self._gone.isdisjoint(team.members)]:
+            await self._end_or_hold(team)
 
     async def rest(self, peer: PeerId, since: int) -> None:
         """The worker has trained all that there was for it when those began who train ``since`` then."""
@@ -113,17 +140,32 @@ class Lives:
 
     def history(self) -> Value:
         """The beginning, and all changes since."""
-        changes: list[Value] = [[since, [team.to_value() for team in teams]] for since, teams in self._changes]
+        changes: list[Value] = [change.to_value() for change in self._changes]
         return [self._base, changes]
 
     def _take(self, teams: Sequence[Team]) -> None:
         """These are there, but for those of whom it is known already that they are lost."""
         gone = self._gone
-        self.training = {peer: life for team in teams for peer, life in team.members if (peer, life) not in gone}
-        self._teams = {team.name: team for team in teams if not gone.intersection(team.members)}
+        there = (*teams, *self._held.values())
+        self.training = {peer: life for team in there for peer, life in team.members if (peer, life) not in gone}
+        self._teams = {team.name: team for team in teams if self._keeps_places or not gone.intersection(team.members)}
+
+    async def _end_or_hold(self, team: Team) -> None:
+        """Somebody of the team is lost."""
+        if self._keeps_places and not self._gone.issuperset(team.members):
+            self._hold(team)
+        else:
+            await self._end(team)
+
+    def _hold(self, team: Team) -> None:
+        del self._teams[team.name]
+        self._held[team.name] = team
+        self._dropped.setdefault(team.name, {})[team.life] = self.since
+        self._serving.hold(self.group_of(team.name))
 
     async def _end(self, team: Team) -> None:
-        del self._teams[team.name]
+        for of_name in (self._teams, self._held):
+            of_name.pop(team.name, None)
         self._dropped.setdefault(team.name, {})[team.life] = self.since
         await self._serving.drop(self.group_of(team.name))
 
@@ -147,7 +189,7 @@ class Lives:
     def load(self, state: Value) -> None:
         """Become what `state` has told of, which had the same ``base``."""
         (_, changes), training, dropped, finished, teams, gone = cast(Any, state)
-        self._changes = [(since, _teams_of(rows)) for since, rows in changes]
+        self._changes = [Change.of(change) for change in changes]
         self.training = dict(training)
         self._teams = {team.name: team for team in _teams_of(teams)}
         self._gone = {(peer, life) for peer, life in gone}
@@ -193,6 +235,16 @@ def told_teams(told: Value) -> tuple[Team, ...]:
     if not isinstance(told, list):
         raise ProtocolError(f"the members of a step are {told!r:.60}; each must be a name and an incarnation")
     return _teams_of(told)
+
+
+def told_change(told: Sequence[Value]) -> Change:
+    """The change of the members that a worker's request tells of. Raises `ProtocolError`."""
+    try:
+        return Change.of(told)
+    except (TypeError, ValueError):
+        raise ProtocolError(
+            f"a change of the members is {told!r:.100}; it must be a step, teams, and what each goes on with"
+        ) from None
 
 
 def _teams_of(rows: Any) -> tuple[Team, ...]:

@@ -25,7 +25,7 @@ from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription
 from zmqtrain.server.background import Background
 from zmqtrain.server.fill import fill, make_entries
-from zmqtrain.server.lives import Lives, Seen, told_teams
+from zmqtrain.server.lives import Lives, Seen, told_change, told_teams
 from zmqtrain.server.serving import ServerTools, Serving, Shard, report
 from zmqtrain.server.settings import ServerCheckpoints, ServerSettings
 from zmqtrain.server.shard_entry import ShardEntry
@@ -120,12 +120,12 @@ class ModelServer:
         first_step = await fill(self._shard, configuration, tools)
         serving = Serving(tools, configuration, self._shard, first_step=first_step, finished=self._finished)
         if configuration.elastic is not None:
-            self._lives = Lives(serving, configuration.groups, configuration.elastic)
+            self._lives = Lives(serving, configuration.groups, configuration.elastic, keeps_places=configuration.keeps_places)
             self._seen.add(self._lives.training)
             for peer, life in [] if self._view is None else self._seen.gone(self._view, self._lives.training):
                 async with serving.lock:  # lost while this server got its values
                     await self._lives.drop(peer, life)
-        serving.begin()
+        serving.begin(() if self._lives is None else self._lives.training)
         self._serving = serving
         self._began.set()
         await serving.let_go(self._left)
@@ -217,12 +217,12 @@ class ModelServer:
         async with serving.lock:
             await lives.keep_only(teams)
             self._maybe_end()
-            return lives.progress()
+            return lives.progress({team.unit for team in teams})
 
-    async def _on_change(self, caller: PeerId, since: int, told: Value) -> Value:
-        teams, (serving, lives) = told_teams(told), await self._begun()
+    async def _on_change(self, caller: PeerId, *told: Value) -> Value:
+        change, (serving, lives) = told_change(told), await self._begun()
         async with serving.lock:
-            await lives.change(since, teams)
+            await lives.change(change)
         return None
 
     async def _on_history(self, caller: PeerId) -> Value:

@@ -46,6 +46,15 @@ class PhantomEntry:
     def lend(self, meta: Value = None) -> Loan:
         return Loan(PhantomPayload(self.piece.numel, self.dtype, meta))
 
+    def pass_over(self) -> None:
+        self.version += 1
+
+    def keep_before(self) -> None:
+        return None
+
+    def lend_before(self, meta: Value = None) -> Loan:
+        return self.lend(meta)
+
     def update(
         self,
         gradient: PhantomPayload,

@@ -30,7 +30,7 @@ from zmqtrain.server.background import Background
 from zmqtrain.server.fill import fill, make_entries
 from zmqtrain.server.gate import ShutGate
 from zmqtrain.server.head import Head
-from zmqtrain.server.lives import Seen, told_teams
+from zmqtrain.server.lives import Seen, told_change, told_teams
 from zmqtrain.server.load import LoadEvents
 from zmqtrain.server.operations import LOG, LOGGED, Operation, logged_tag
 from zmqtrain.server.serving import ServerTools, Shard, report
@@ -381,8 +381,8 @@ class ReplicatedServer:
     async def _on_members(self, caller: PeerId, shard: Value, told: Value) -> Value:
         return await (await self._head(shard)).members({peer: life for team in told_teams(told) for peer, life in team.members})
 
-    async def _on_change(self, caller: PeerId, shard: Value, since: int, told: Value) -> Value:
-        await (await self._head(shard)).do("change", since, [team.to_value() for team in told_teams(told)])
+    async def _on_change(self, caller: PeerId, shard: Value, *told: Value) -> Value:
+        await (await self._head(shard)).do("change", *told_change(told).to_value())
         return None
 
     async def _on_history(self, caller: PeerId, shard: Value) -> Value:

@@ -85,7 +85,7 @@ class Shard:
         for update in updates:
             entry = self.entries[update.piece]
             if update.passed_over:
-                entry.version += 1
+                entry.pass_over()
                 continue
             entry.update(update.gradient, update.hyperparameters, factor, rate)
             if recovery is not None:
@@ -174,6 +174,13 @@ class Serving:
         """group -> which of its teams trains, if workers may be lost."""
         self.teams: dict[int, tuple[PeerId, ...]] = {}
         """group -> the workers of that team."""
+        self.held: dict[int, int] = {}
+        """group -> its team that trains no more; its place is kept for the team that follows it."""
+        self._again: dict[int, set[int]] = {}  # group -> pieces with a step that its team trains once more, until it pushes them
+        self._late: dict[int, set[int]] = {}  # group -> pieces whose next answer is what its team begins with
+        if configuration.keeps_places:
+            for entry in shard.entries.values():
+                entry.keep_before()
         self._group_of = {peer: group for group, members in enumerate(configuration.groups) for peer in members}
         self._kept: set[int] = set()  # steps of checkpoints
         self._refusals = Refusals(tools.endpoint, "refused", tools.recorder, tools.background, timeout_s=tools.settings.request_s)
@@ -197,10 +204,14 @@ class Serving:
             order=order,
         )
 
-    def begin(self) -> None:
-        """Send every group that is there the initial values."""
+    def begin(self, there: Collection[PeerId] = ()) -> None:
+        """Send every group that is there the initial values; if groups of several workers may have lost some, those who are
+        ``there``."""
         groups = len(self._configuration.groups)
-        for group in self.lives if self._elastic else range(groups):
+        for peer in there if self._several else ():
+            for piece in self._shard.entries:
+                self._send_values_to(peer, self._group_of[peer], piece, initial_tag(piece))
+        for group in () if self._several else self.lives if self._elastic else range(groups):
             for piece in self._shard.entries:
                 self.send_values(group, piece, initial_tag(piece), everybody=self._elastic)
         self._shard.sensors.watch(self._shard.entries.values(), groups)
@@ -231,28 +242,64 @@ class Serving:
 
     async def push(self, push: Push, nbytes: int) -> None:
         """Take a gradient of ``nbytes`` bytes. Those of processes that train no more are dropped."""
-        if push.life is None or self.lives.get(push.group) == push.life:
-            await self._carry_out(partial(self.aggregator.pushed, push), nbytes)
+        if push.life is not None and self.lives.get(push.group) != push.life:
+            return
+        again = self._again.get(push.group)
+        if again and push.piece in again:
+            # The team before has pushed this step, and the same batch counts only once.
+            standing = self.aggregator.standing(push.piece, push.group, push.step)
+            assert standing != "new"
+            again.discard(push.piece)
+            if standing == "answered":
+                self.answer(push.group, push.piece, push.step + 1)
+            return
+        await self._carry_out(partial(self.aggregator.pushed, push), nbytes)
 
     # Also under the lock, if workers may be lost.
 
     async def drop(self, group: int) -> None:
         """Go on without the present team of the group, if it has one. What it has pushed before still counts; nothing else will."""
         life = self.lives.pop(group, None)
+        life = self.held.pop(group, None) if life is None else life
+        self._forget(group)
         if life is not None:
             self._recorder.audit("dropped", group=group, life=life)
             await self._carry_out(partial(self.aggregator.drop, group, life), 0)
 
+    def hold(self, group: int) -> None:
+        """As `drop`, but others wait for the team that follows the present one, and has its place."""
+        self.held[group] = life = self.lives.pop(group)
+        self._forget(group)
+        self._recorder.audit("keeps", group=group, life=life)
+        self.aggregator.hold(group, life)
+
+    async def follow(self, group: int, life: int, first: int) -> None:
+        """This team has the place that was kept for it. It is sent the parameters for step ``first``."""
+        del self.held[group]
+        self.lives[group] = life
+        for piece, begins in (await self._compute(partial(self.aggregator.follow, group, first), 0)).items():
+            if begins in ("again", "again before"):
+                self._again.setdefault(group, set()).add(piece)
+            if begins == "answer":
+                self._late.setdefault(group, set()).add(piece)
+            elif begins != "later":
+                self.admit(group, piece, before=begins == "again before")
+
     async def enter(self, step: int, lives: Mapping[int, int]) -> None:
-        """From ``step`` on these teams of the groups train, and no others. New ones are sent the parameters for it."""
+        """From ``step`` on these teams of the groups train, and no others, but for those that are `held`. New ones are sent the
+        parameters for it."""
         for group in [group for group, life in self.lives.items() if lives.get(group) != life]:
             await self.drop(group)
         self.lives = dict(lives)
         self._gone.clear()
-        for group in lives:
+        for group in sorted({*lives, *self.held}):
             if self.aggregator.away(group):
                 self._recorder.audit("entered", group=group, step=step)
             await self._carry_out(partial(self.aggregator.enter, group, step), 0)
+
+    def _forget(self, group: int) -> None:
+        self._again.pop(group, None)
+        self._late.pop(group, None)
 
     async def rest(self, group: int) -> None:
         """The group has nothing to train for now, so the others do not wait for it."""
@@ -358,33 +405,44 @@ class Serving:
 
     def answer(self, group: int, piece: int, step: int) -> None:
         """Send the group the parameters of a piece for ``step``."""
+        if group in self.held or piece in self._again.get(group, ()):  # its team reads them later, or has not asked yet
+            return
+        if piece in self._late.get(group, ()):
+            self._late[group].discard(piece)
+            self.admit(group, piece)
+            return
         if not self.gate.shut:
             self.answered[group, piece] = step
         self.send_values(group, piece, parameters_tag(piece, step))
 
-    def admit(self, group: int, piece: int) -> None:
-        """Send the group's team, which comes late, the parameters of a piece for its first step."""
+    def admit(self, group: int, piece: int, *, before: bool = False) -> None:
+        """Send the group's team, which comes late, the parameters of a piece for its first step: ``before`` the last update, or
+        now."""
+        if group in self.held:
+            return
         life = self.lives[group]
         if not self.gate.shut:
             self.admitted.add((piece, life))
-        self.send_values(group, piece, entered_tag(piece, life), everybody=True)
+        self.send_values(group, piece, entered_tag(piece, life), everybody=True, before=before)
 
-    def send_values(self, group: int, piece: int, tag: Tag, *, everybody: bool = False) -> None:
-        """Send the piece's current values to the one of the group that exchanges it, or to all who are there."""
+    def send_values(self, group: int, piece: int, tag: Tag, *, everybody: bool = False, before: bool = False) -> None:
+        """Send the piece's current values to the one of the group that exchanges it, or to all who are there. ``before``: those
+        before the last update."""
         entry = self._shard.entries[piece]
         team = self.teams.get(group, self._configuration.groups[group])
         for peer in team if everybody else (owner_of(entry.piece.position, team),):
-            self._send_values_to(peer, group, piece, tag)
+            self._send_values_to(peer, group, piece, tag, before=before)
 
-    def _send_values_to(self, peer: PeerId, group: int, piece: int, tag: Tag) -> None:
+    def _send_values_to(self, peer: PeerId, group: int, piece: int, tag: Tag, *, before: bool = False) -> None:
         if self.gate.shut:
             return
-        entry = self._shard.entries[piece]
-        self._begin_to_send(peer, entry, entry.lend(self.about(group, piece)), tag)
+        entry, about = self._shard.entries[piece], self.about(group, piece, before=before)
+        self._begin_to_send(peer, entry, entry.lend_before(about) if before else entry.lend(about), tag)
 
-    def about(self, group: int, piece: int) -> Value:
-        """The header of a piece's current values for the group."""
-        return ReadMeta(self._shard.entries[piece].version, self._shard.last_staleness.get((group, piece), 0)).to_value()
+    def about(self, group: int, piece: int, *, before: bool = False) -> Value:
+        """The header of a piece's current values for the group, or of those ``before`` the last update."""
+        version = self._shard.entries[piece].version - before
+        return ReadMeta(version, self._shard.last_staleness.get((group, piece), 0)).to_value()
 
     def send(self, group: int, entry: ShardEntry, loan: Loan, tag: Tag) -> None:
         """Send what the entry has lent."""

@@ -35,7 +35,9 @@ class TensorEntry:
 
     __slots__ = (
         "_base",
+        "_before",
         "_ceiling",
+        "_keeps_before",
         "_loans",
         "_look_ahead",
         "_name",
@@ -76,6 +78,8 @@ class TensorEntry:
         self._name = optimizer.name
         self._optimizer = build_optimizer(OptimizerSpec(self._name, (self._base,)), [[self.values]])
         self._loans: list[Loan] = []
+        self._keeps_before = False
+        self._before: Tensor | None = None
         self._look_ahead = LookAhead(horizon)
         self._rise = rises[parameter_group] if rises else 0.0
         self._ceiling = ceilings[parameter_group] if ceilings else math.inf
@@ -101,9 +105,24 @@ class TensorEntry:
         self._loans.append(loan)
         return loan
 
+    def pass_over(self) -> None:
+        self._before = None
+        self.version += 1
+
+    def keep_before(self) -> None:
+        self._keeps_before = True
+
+    def lend_before(self, meta: Value = None) -> Loan:
+        assert self._keeps_before, "keep_before() comes before the update"
+        if self._before is None:  # it has changed nothing
+            return self.lend(meta)
+        return Loan(TensorPayload.of(self._before, meta))  # nothing writes to it any more
+
     def update(
         self, gradient: Tensor, hyperparameters: Mapping[str, Value] | None = None, factor: float = 1.0, rate: float = 1.0
     ) -> None:
+        if self._keeps_before:
+            self._before = self.values.detach().clone()
         self._own_memory()
         unreached = self._parts.unreached(gradient)
         if factor != 1.0:

@@ -22,7 +22,7 @@ from zmqtrain.server.aggregator import Push
 from zmqtrain.server.checkpoint import keep_pieces, restore_pieces
 from zmqtrain.server.fill import make_entries
 from zmqtrain.server.gate import Gate
-from zmqtrain.server.lives import Lives, told_teams
+from zmqtrain.server.lives import Lives, told_change
 from zmqtrain.server.operations import Operation, own_copy
 from zmqtrain.server.parse import parse_push
 from zmqtrain.server.serving import ServerTools, Serving, Shard
@@ -91,7 +91,7 @@ class ShardCopy:
             case "drop":
                 await self.lives.drop(*arguments)
             case "change":
-                await self.lives.change(arguments[0], told_teams(arguments[1]))
+                await self.lives.change(told_change(arguments))
             case "rest":
                 await self.lives.rest(*arguments)
             case "finish":

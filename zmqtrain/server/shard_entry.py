@@ -66,6 +66,17 @@ class ShardEntry(Protocol):
         """The current values, to be sent with ``meta``. Set ``sent`` of the loan, or call `Loan.give_back`."""
         ...
 
+    def pass_over(self) -> None:
+        """An update that changes nothing."""
+        ...
+
+    def keep_before(self) -> None:
+        """Keep the values before the last update from now on, for `lend_before`."""
+
+    def lend_before(self, meta: Value = None) -> Loan:
+        """As `lend`, but the values before the last update."""
+        ...
+
     def update(
         self, gradient: Gradient, hyperparameters: Mapping[str, Value] | None = None, factor: float = 1.0, rate: float = 1.0
     ) -> None:

@@ -109,6 +109,10 @@ class StalenessMachine:
         """Whether the group has pushed, or is to enter, and has had no answer yet."""
         return group in self._waiting or group in self._coming
 
+    def comes(self, group: int) -> bool:
+        """Whether the group enters when the others have done the steps before its own (sync)."""
+        return group in self._coming
+
     def state(self) -> dict[str, Any]:
         """Plain values for `load`."""
         return {

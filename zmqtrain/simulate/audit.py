@@ -4,6 +4,8 @@
 - Groups keep within the staleness that the file allows.
 - A run that ends well has trained each step of each worker once, on all its samples, and its replicas are equal.
 - If workers of model servers may be lost: what `zmqtrain.simulate.slot_audit` lists.
+- If groups of several workers train in step, and may lose some: gradients are of the very parameters that they change, and as
+  long as somebody of each group has always been there, each update is over the batches of all groups.
 - A group reads parameters in which its own gradient counts; an FC server applies each group's step once.
 - Exchanges without servers are over the same members for all workers, and their models are what a replay of these gives.
 - A run whose faults can be survived ends well. Any other run ends with an error, and none hangs beyond the time-outs.
@@ -73,6 +75,12 @@ class Auditor:
         self._died_early = False  # a launcher, before all workers trained
         self._last_s = 0.0
         self._first = 0
+        exchange = topology.exchange
+        self._repeats = (
+            topology.elastic and exchange.kind == "model_server" and exchange.policy == "sync" and topology.compute.group_size > 1
+        )
+        """Whether groups of several workers train in step, and train a step again that they have given up."""
+        self._lacking: str | None = None  # an update without the batch of a group
         self._slots = SlotAudit(topology, placement) if topology.elastic and topology.exchange.kind == "model_server" else None
         self.stopped_at: int | None = None
         """The step before which all workers stopped because they were asked to."""
@@ -162,7 +170,8 @@ class Auditor:
     def _hear_read(self, peer: PeerId, piece: int, step: int, version: int) -> None:
         """A worker has the answer to its push of the step before."""
         group = self._placement.role(peer).group
-        after = self._after.pop((piece, group, step - 1), None)
+        where = piece, group, step - 1
+        after = self._after.get(where) if self._repeats else self._after.pop(where, None)
         if after is None:
             self.note(f"{peer} was answered before step {step - 1} counts in piece {piece}")
         elif version < after:
@@ -193,6 +202,17 @@ class Auditor:
                     if other == server:
                         others[group] = max(others[group], self._entered.get((server, group), 0))
         self._check_staleness(server, piece, counts, values)
+        if self._repeats:
+            self._check_whole(server, piece, version, values)
+
+    def _check_whole(self, server: PeerId, piece: int, version: int, values: Mapping[str, Any]) -> None:
+        there = {int(group) for group, *_ in values["reads"]} - set(values["skipped"])
+        lack = sorted(set(range(self._placement.groups)) - there)
+        if lack and self._lacking is None:
+            self._lacking = f"{server} made version {version} of piece {piece} without the batches of groups {lack}"
+        for group, step, read in values["reads"]:
+            if read != version - 1:
+                self.note(f"{server} made version {version} of piece {piece} with step {step} of group {group}, of version {read}")
 
     def _had_no_part(self, group: int, first: int, until: int) -> bool:
         """Whether the group took no batch in the steps from ``first`` up to ``until``, of which there is at least one."""
@@ -293,6 +313,9 @@ class Auditor:
             missing -= sum(peer in stayed and step < until for peer, step in self._steps)
             if missing:
                 self.note(f"{missing} steps of workers are missing")
+        groups = map(self._placement.group_members, range(self._placement.groups))
+        if self._lacking is not None and not any(self._lost.keys() >= set(members) for members in groups):
+            self.note(f"{self._lacking}, although somebody of each group has always been there")
         if self._slots is not None and not corrupted and not self._first:
             if self.stopped_at is not None:
                 self._slots.total = None

@@ -77,7 +77,6 @@ def _why_not_with_servers(topology: Topology) -> tuple[str, tuple[Path, ...]] | 
         (compute.parts != "even", "parts: they divide the samples among fixed workers", ("compute", "parts")),
         (sync and bool(topology.optimizer.clip_norm), "clip_norm in synchronous training", ("optimizer", "clip_norm")),
         (sync and compute.precision == "float16", "float16 in synchronous training", ("compute", "precision")),
-        (several and sync, f"synchronous training {of_several}", ("exchange", "staleness")),
         (several and compute.precision == "float16", f"float16 {of_several}, which share its scale", ("compute", "precision")),
         (
             several and exchange.compression != "none",

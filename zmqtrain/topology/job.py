@@ -123,9 +123,9 @@ class Job(Section):
         description="Carry on without workers that are lost (killed, or gone with their host), and let others take their place. "
         "Default: true among groups of one worker for gossip, averaging and model servers (these without merged_fc, snapshot, "
         "parts and the sample ring; synchronous ones also without clip_norm and float16), unless their data is a stream. It is "
-        "possible, too, among groups of several workers with asynchronous or bounded model servers (without float16, "
-        "compression and until), and with all-reduce, unless a grid divides the model or gradients are compressed; with "
-        "all-reduce, gradients then travel in messages also within a host.",
+        "possible, too, among groups of several workers with model servers (without float16, compression and until), and with "
+        "all-reduce, unless a grid divides the model or gradients are compressed; with all-reduce, gradients then travel in "
+        "messages also within a host.",
     )
     restarts: int = Field(
         default=0, ge=0, le=1000, description="How many times each worker of an elastic run is restarted after it was lost."

@@ -95,6 +95,7 @@ class TrainLoop:
         work, exchange, job, stop_point = self.work, self.exchange, self._job, self._part.stop_point
         members = self._members
         restored = None if members.late else await work.restore(self._endpoint, exchange)
+        members.limits = self._limits()
         if not members.late:
             members.begin_division(restored or 0)
         work.connect(exchange.bucket_ready)
@@ -104,9 +105,7 @@ class TrainLoop:
                 work.after_step()
         self._samples = first * self._job_batch * self._context.placement.groups
         if members.slots is not None:
-            members.slots.steps = job.steps if job.until is None else job.until.max_steps
-            if members.slots.steps is None and job.until is None and work.steps_per_epoch is not None:
-                members.slots.total = (job.epochs or 1) * work.steps_per_epoch * self._context.placement.groups
+            members.slots.steps, members.slots.total = members.limits
         if members.division is not None:
             members.division.steps = job.steps if job.until is None else job.until.max_steps
             if members.division.steps is None and job.until is None and work.steps_per_epoch is not None:
@@ -117,14 +116,16 @@ class TrainLoop:
         known = job.steps is not None or not (elastic or members.divides)  # otherwise losses may make it later
         stop_point.open(first, self._steps() if known else None)
         outcome = await self._train(first)
-        while outcome is Outcome.DONE and elastic and await self._part.all_trained(self._more) is None:
+        until: int | None = None
+        while outcome is Outcome.DONE and elastic and (until := await self._part.all_trained(self._more)) is None:
             outcome = await self._train(first)  # others may have left something to train
         if outcome is not Outcome.ABANDONED:
-            await self._end(first, early=outcome is Outcome.STOPPED)
+            await self._end(first, until, early=outcome is Outcome.STOPPED)
 
     async def _train(self, first: int) -> Outcome:
         """Train all steps that there are now. ``first``: this worker's first step in the run."""
         work, job, stop_point, members = self.work, self._job, self._part.stop_point, self._members
+        again = False  # the step was given up, so that the group trains it once more
         while True:
             passes = False
             if members.slots is not None:
@@ -151,25 +152,46 @@ class TrainLoop:
                     await self._keep(self.step)
                 return Outcome.DONE
             # Not at the end of the previous step: if training stops or ends there, that step's checkpoint is written elsewhere.
-            if self.step > first and work.keeps and (here is Here.KEEP or self._is_due(self.step)):
+            due = here is Here.KEEP or (self._is_due(self.step) and self.step not in self._kept[-1:])
+            if self.step > first and self._took_part(self.step - 1) and work.keeps and due and not again:
                 await self._keep(self.step)
+            again = False
             if passes:  # its team begins later
                 self.step += 1
                 work.after_step()
             elif members.slots is not None and not await members.begin(self.step, self._due):
                 continue
             else:
-                work.callbacks.view(self.step, self._members.at(self.step))
-                if not await self._train_step(last=self.step + 1 == steps):
+                step = self.step
+                work.callbacks.view(step, members.at(step))
+                if not await self._train_step(last=step + 1 == steps):
                     return Outcome.ABANDONED
+                again = self.step == step
             await work.call_back()
+            if again:
+                continue
             done = self.step
             await work.compare(done, first)
+            if not self._took_part(done - 1):
+                continue
             if job.eval_every and done % job.eval_every == 0 and done != self._steps():
                 reached = await self._evaluate_between(done) and await stop_point.end()
                 await work.call_back()
                 if reached:
                     return Outcome.REACHED
+
+    def _took_part(self, step: int) -> bool:
+        """Whether this worker trained ``step`` from its beginning; it may also have come while its group gave it up."""
+        members = self._members
+        return members.incarnation(self._endpoint.peer, step) == members.own_incarnation
+
+    def _limits(self) -> tuple[int | None, int | None]:
+        """The steps, or the slots (`zmqtrain.data.slots`), after which training ends, as far as the job says so."""
+        job, each = self._job, self.work.steps_per_epoch
+        steps = job.steps if job.until is None else job.until.max_steps
+        if steps is not None or job.until is not None or each is None:
+            return steps, None
+        return None, (job.epochs or 1) * each * self._context.placement.groups
 
     def _more(self) -> bool:
         """Whether a change of the members has left this worker something to train."""
@@ -314,6 +336,8 @@ class TrainLoop:
         with self._recorder.span("end of step", "wait", step=step):
             await self.exchange.end_step()
         self.phase = Phase.BETWEEN
+        if self.exchange.repeats(step):
+            return True
         self.step += 1
         members = self._members
         if members.division is not None:
@@ -419,11 +443,13 @@ class TrainLoop:
 
     # The end.
 
-    async def _end(self, first: int, *, early: bool) -> None:
-        """All have trained, or stop before the same step: evaluate the run's model unless ``early``, and keep it."""
+    async def _end(self, first: int, until: int | None, *, early: bool) -> None:
+        """All have trained, or stop before the same step: evaluate the run's model unless ``early``, and keep it.
+
+        ``until``: what all have agreed on already. (They must not do so twice: one that comes in between would do it once.)"""
         exchange, work, members, job = self.exchange, self.work, self._members, self._job
         alike = job.until is None or exchange.synchronous or exchange.averaged
-        step = self._ended_at = await self._part.ended(alike=alike)
+        step = self._ended_at = await self._part.ended(alike=alike) if until is None else until
         if early:
             kept = step > first and await self.save_all(step) is not None
         else:

@@ -146,6 +146,7 @@ class TorchReplica:
         self._optimizers: BucketOptimizers | None = None
         self._sharing: Sharing | None = None
         self._also_abort: list[Callable[[BaseException], None]] = []
+        self._buffers_before: tuple[int, Mapping[str, Tensor]] = -1, {}  # the step before which the buffers were these
         self.divisor = 1.0
         """The divisor of gradients when they are handed over."""
         self.loss_scale: LossScale | None = None
@@ -317,6 +318,16 @@ class TorchReplica:
         """What of the model is in no bucket: parameters that are not trained, and its ``buffers``."""
         tensors = {f"frozen/{name}": each.detach() for name, each in self.model.named_parameters() if name not in self.named}
         return tensors | ({f"buffer/{name}": buffer for name, buffer in self.model.named_buffers()} if buffers else {})
+
+    def begin_again(self, step: int) -> None:
+        """If ``step`` was begun before, put the model's buffers back to what they were then. Otherwise remember them."""
+        buffers = dict(self.model.named_buffers())
+        before, kept = self._buffers_before
+        with torch.no_grad():
+            for name, buffer in buffers.items() if before == step else ():
+                buffer.copy_(kept[name])
+        if before != step:
+            self._buffers_before = step, {name: buffer.detach().clone() for name, buffer in buffers.items()}
 
     def _beside(self) -> dict[str, Payload]:
         self.take_all()

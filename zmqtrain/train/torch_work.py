@@ -291,6 +291,8 @@ class TorchWork:
         batches = self._batches
         group_batch, own = batches.group_samples(step), batches.own_group_samples(step)
         compute = partial(self._step, step, batch, hand_over=hand_over, group_batch=group_batch, group_samples=own)
+        if self._members.repeats:
+            await self._device.run(partial(self._replica.begin_again, step))
         result = await self._device.run(compute)
         self._batches.used(step)
         return replace(result, data_s=data_s)
