@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 
-@runtime_checkable
 class World(Protocol):
     """The environment of an event loop that does not run in the real world."""
 
@@ -43,7 +42,8 @@ def current_world() -> World:
         world = getattr(asyncio.get_running_loop(), "world", None)
     except RuntimeError:
         return REAL
-    return world if isinstance(world, World) else REAL
+    # Not by isinstance: with a protocol that takes 5 us, for two random numbers of each link.
+    return REAL if world is None else cast(World, world)
 
 
 def wall_s() -> float:

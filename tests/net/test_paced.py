@@ -49,7 +49,7 @@ class Below:
     def disconnect(self, peer: str) -> None:
         self.gone.append((asyncio.get_running_loop().time(), f"-{peer}"))
 
-    def send(self, peer: str, lane: int, frames: Frames, nbytes: int) -> bool:
+    def send(self, peer: str, lane: int, frames: Frames, nbytes: int, header: object = None) -> bool:
         if self.refuses:
             self.refuses -= 1
             return False

@@ -22,6 +22,7 @@ from zmqtrain.net.zeromq import ZeroMQTransport, open_zeromq
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.transport import SimulatedTransport
 from zmqtrain.topology.links import NetworkModel, Way
+from zmqtrain.wire.message import Header
 
 FAST = NetSettings(
     token="secret",
@@ -47,7 +48,7 @@ class Recorder:
         self.messages: asyncio.Queue[tuple[int, bytes, list[bytes]]] = asyncio.Queue()
         self.up = asyncio.Event()
 
-    def on_message(self, lane: int, route: bytes, frames: Frames) -> None:
+    def on_message(self, lane: int, route: bytes, frames: Frames, header: Header | None = None) -> None:
         self.messages.put_nowait((lane, route, [bytes(frame) for frame in frames]))
 
     def on_link_up(self, peer: str) -> None:

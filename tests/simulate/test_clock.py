@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from zmqtrain.errors import DeadlockError, TimeLimitError
-from zmqtrain.simulate.clock import VirtualLoop, run_virtual
+from zmqtrain.simulate.clock import MOST_CANCELLED, VirtualLoop, run_virtual
 from zmqtrain.simulate.process import Process, current_process
 from zmqtrain.world import random_bits, wall_s
 
@@ -205,3 +205,21 @@ class TestProcess:
             return asyncio.get_running_loop().time()
 
         assert run_virtual(main()) == 1
+
+
+def test_cancelled_timers_do_not_pile_up_and_the_others_keep_their_order() -> None:
+    async def main() -> tuple[int, list[int]]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        rang: list[int] = []
+        for number in range(10):
+            loop.call_later(100.0, rang.append, number)
+        for _ in range(5 * MOST_CANCELLED):
+            loop.call_later(60.0, rang.append, -1).cancel()
+        kept = len(loop._timers)
+        await asyncio.sleep(101.0)
+        return kept, rang
+
+    kept, rang = run_virtual(main())
+    assert kept <= 2 * MOST_CANCELLED
+    assert rang == list(range(10))

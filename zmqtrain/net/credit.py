@@ -28,19 +28,23 @@ class Allowance:
 
     def grant(self, limit: int) -> None:
         """The receiver accepts bytes up to this total. An older grant that arrives late changes nothing."""
-        self.limit = max(self.limit, limit)
+        if limit > self.limit:
+            self.limit = limit
 
 
 class Window:
     """The receiver's side of flow control: the credit to grant."""
 
-    __slots__ = ("announced", "consumed", "held", "size")
+    __slots__ = ("announced", "consumed", "held", "limit", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.held = 0
         self.consumed = 0
         self.announced = size
+        """The total up to which the sender knows that it may send."""
+        self.limit = size
+        """The total up to which it may send."""
 
     def arrive(self, nbytes: int) -> None:
         """Bytes have arrived under credit. Raises `WireError` if the sender had no credit left."""
@@ -52,21 +56,12 @@ class Window:
         """Note that ``nbytes`` held bytes were delivered to the receiver's user, so that their credit can be granted again."""
         self.held -= nbytes
         self.consumed += nbytes
-
-    @property
-    def limit(self) -> int:
-        """The total up to which the sender may send."""
-        return self.consumed + self.size
+        self.limit += nbytes
 
     @property
     def due(self) -> bool:
         """Whether enough credit became free to tell the sender at once."""
         return (self.limit - self.announced) * 4 >= self.size
-
-    @property
-    def stale(self) -> bool:
-        """Whether there is anything new to tell the sender."""
-        return self.limit > self.announced
 
     def announce(self) -> int:
         self.announced = self.limit

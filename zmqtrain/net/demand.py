@@ -23,6 +23,8 @@ UNWANT = "unwant"
 class Demand:
     """The demands between this process and one peer, in both directions."""
 
+    __slots__ = ("_control", "_mailbox", "_outbox", "_peer", "_windows")
+
     def __init__(
         self, peer: PeerId, mailbox: Mailbox, windows: Sequence[Window], outbox: Outbox, control: SendLane[Outgoing | None]
     ) -> None:
@@ -80,7 +82,8 @@ class Demand:
 
     @property
     def _crowded(self) -> bool:
-        return any(window.crowded for window in self._windows)
+        control, bulk = self._windows
+        return control.crowded or bulk.crowded
 
     def _tell(self, kind: str, tag: tuple[str | int, ...], *, topic: bool = False) -> None:
         """Numbered, since it is a change and not a total, but it needs no credit."""

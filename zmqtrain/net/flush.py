@@ -17,6 +17,11 @@ class Flush:
         self._links = links
         self._moved: asyncio.Event | None = None  # shared by all waiters
 
+    @property
+    def awaited(self) -> bool:
+        """Whether anybody waits for a move."""
+        return self._moved is not None
+
     def moved(self) -> None:
         """Something may have arrived, or a link has ended."""
         if self._moved is not None:

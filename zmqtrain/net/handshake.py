@@ -25,6 +25,19 @@ class Judgement(Enum):
 class Handshake:
     """This process's side."""
 
+    __slots__ = (
+        "_answer_by",
+        "_connect_at",
+        "_demanded_at",
+        "_hello_at",
+        "_hello_pause",
+        "_settings",
+        "address",
+        "opened",
+        "remote",
+        "session",
+    )
+
     def __init__(self, settings: NetSettings, now: float) -> None:
         self._settings = settings
         self.session = random_bits(63) | 1

@@ -50,11 +50,50 @@ class State(Enum):
 class Link:
     """This process's end of the link to one peer."""
 
+    __slots__ = (
+        "_arrived_bytes",
+        "_busy_at",
+        "_busy_s",
+        "_down_at",
+        "_lent",
+        "_notices",
+        "_open",
+        "_progress_at",
+        "_shared",
+        "_unannounced_bytes",
+        "_unannounced_pieces",
+        "ack_due",
+        "ack_urgent",
+        "allowances",
+        "ending",
+        "handshake",
+        "mailbox",
+        "number",
+        "outbox",
+        "peer",
+        "receiving",
+        "sending",
+        "settings",
+        "state",
+        "up",
+        "wants",
+        "windows",
+    )
+
     def __init__(
-        self, peer: PeerId, settings: NetSettings, mailbox: Mailbox, now: float, shared: SharedBodies | None = None
+        self,
+        peer: PeerId,
+        settings: NetSettings,
+        mailbox: Mailbox,
+        now: float,
+        shared: SharedBodies | None = None,
+        *,
+        number: int = 0,
     ) -> None:
-        """``shared``: the memory that this process shares with others of its host, if any."""
+        """``shared``: the memory that this process shares with others of its host, if any. ``number``: how many links the process
+        had made before."""
         self.peer = peer
+        self.number = number
         self.settings = settings
         self.mailbox = mailbox
         self.handshake = Handshake(settings, now)
@@ -72,7 +111,7 @@ class Link:
         self.ack_urgent = False
         self._shared = shared
         self._lent: dict[tuple[int, int], Block] = {}  # lane and sequence -> memory of the piece
-        self._notices: list[tuple[int, bytes]] = []
+        self._notices: list[tuple[int, Header]] = []
         self._open: dict[int, Incoming] = {}
         self._unannounced_bytes = 0
         self._unannounced_pieces = 0
@@ -152,13 +191,30 @@ class Link:
 
     # What is sent.
 
+    @property
+    def quiet(self) -> bool:
+        """Whether there is nothing to send, except an acknowledgement that is due, and no greeting is under way."""
+        control, bulk = self.sending  # attributes rather than properties: this is asked five times a message
+        return not (
+            self.outbox.queues
+            or self._notices
+            or control.cursor < len(control.unacknowledged)
+            or bulk.cursor < len(bulk.unacknowledged)
+            or self.state is not State.OPEN
+            or not self.handshake.settled
+        )
+
     def next_parcel(self, lane: int) -> Parcel[Outgoing | None] | None:
         """The piece that the transport should take next on this lane; call `parcel_sent` when it has taken it."""
         sending = self.sending[lane]
-        parcel = sending.peek()
-        if parcel is not None:
-            return parcel
-        if sending.inflight_bytes >= self.settings.inflight_bytes or len(sending.unacknowledged) >= self.settings.inflight_messages:
+        if sending.cursor < len(sending.unacknowledged):
+            return sending.peek()
+        settings = self.settings
+        if (
+            not self.outbox.queues
+            or sending.inflight_bytes >= settings.inflight_bytes
+            or len(sending.unacknowledged) >= settings.inflight_messages
+        ):
             return None
         allowance = self.allowances[lane]
         message = self.outbox.next(lane, credit=allowance.open)
@@ -180,9 +236,11 @@ class Link:
         if not beyond:
             allowance.spend(cost)
         wire_bytes = cost if lent is None else len(encoded) + len(lent.descriptor)
-        return sending.add((encoded,) if body is None else (encoded, body), cost, message, wire_bytes=wire_bytes)
+        frames = (encoded,) if body is None else (encoded, body)
+        return sending.add(frames, cost, message, wire_bytes=wire_bytes, header=header)
 
     def parcel_sent(self, lane: int, now: float) -> None:
+        """The transport has taken the parcel."""
         sending = self.sending[lane]
         sending.advance()
         if len(sending.unacknowledged) == 1:
@@ -193,14 +251,14 @@ class Link:
     def owes_credit(self) -> bool:
         """Whether the peer may send more than it knows of: then it is told with the next acknowledgement."""
         control, bulk = self.windows
-        if not (control.stale or bulk.stale):
+        if control.limit == control.announced and bulk.limit == bulk.announced:
             return False
         self.ack_due = True
         self.ack_urgent = self.ack_urgent or control.due or bulk.due
         return True
 
-    def take_notices(self) -> Sequence[tuple[int, bytes]]:
-        """Short unnumbered messages that are due: (lane, header)."""
+    def take_notices(self) -> Sequence[tuple[int, Header]]:
+        """Short unnumbered messages that are due, and their lanes."""
         if self.ack_due:
             self._announce()
         notices, self._notices = self._notices, []
@@ -217,7 +275,7 @@ class Link:
         self._unannounced_bytes = self._unannounced_pieces = 0
         (control, bulk), (small, large) = self.receiving, self.windows
         state = (control.expected, small.announce(), bulk.expected, large.announce())
-        self._notice(CONTROL, Header(ACK, acks=state))
+        self._notices.append((CONTROL, Header(ACK, acks=state)))
 
     @property
     def idle(self) -> bool:
@@ -235,7 +293,7 @@ class Link:
         )
 
     def _notice(self, lane: int, header: Header) -> None:
-        self._notices.append((lane, encode_header(header)))
+        self._notices.append((lane, header))
 
     # What arrives.
 
@@ -339,9 +397,10 @@ class Link:
 
     def _acknowledge(self, lane: int, upto: int, now: float) -> None:
         done = self.sending[lane].acknowledge(upto)
-        if done:
-            self._progress_at[lane] = now
-        if done and lane == BULK:
+        if not done:
+            return
+        self._progress_at[lane] = now
+        if lane == BULK:
             self._arrived_bytes += sum(parcel.wire_bytes for parcel in done)
             if not self.sending[BULK].unacknowledged:
                 self._busy_s += now - self._busy_at
@@ -360,7 +419,7 @@ class Link:
             for parcel in sending.unacknowledged:
                 if parcel.owner is not None:
                     messages[parcel.owner] = None
-            sending.unacknowledged.clear()
+            sending.clear()
         for block in self._lent.values():
             block.free()
         self._lent.clear()

@@ -13,6 +13,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.transport import Frames, Receiver
+from zmqtrain.wire.message import Header
 
 #: The time that a message takes: ``delay(source, destination, lane, nbytes)`` in seconds. Messages of a lane keep their order.
 Delay = Callable[[PeerId, PeerId, int, int], float]
@@ -133,7 +134,7 @@ class MemoryTransport:
     def disconnect(self, peer: PeerId) -> None:
         self._connections.pop(peer, None)
 
-    def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int) -> bool:
+    def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int, header: Header | None = None) -> bool:
         connection = self._connections.get(peer)
         if connection is None or not connection.up:
             return True  # lost, as on a wire that has just been cut

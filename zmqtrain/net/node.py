@@ -92,8 +92,8 @@ class Node:
                 self._mailbox.cancel(ticket)
                 raise
             link.wants.want(ticket)
+            link.owes_credit()  # for the part of it that had arrived
             self._board.touch(link)
-            self._board.consumed(source)  # for the part of it that had arrived
             self._waits[ticket] = future
             try:
                 await future

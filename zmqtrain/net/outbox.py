@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import count
+from typing import Final
 
 from zmqtrain.net.endpoint import Tag
 from zmqtrain.net.flags import BEYOND, CHUNK, FOLLOWS
@@ -17,6 +17,10 @@ from zmqtrain.wire.message import PHANTOM, Header
 
 CONTROL = 0
 BULK = 1
+#: What messages without a body refer to.
+_NO_BODY: Final = memoryview(b"")
+#: In place of an empty queue: see `zmqtrain.net.lane`. Nothing is ever added to it.
+_EMPTY: Final[deque[Outgoing]] = deque(maxlen=0)
 
 
 class Outgoing:
@@ -60,7 +64,7 @@ class Outgoing:
         self.tag: Tag = header.tag
         self.label = label
         """The header's tag and ``meta`` as bytes; None: not packed yet."""
-        self.body = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
+        self.body = frames[0] if len(frames) == 1 else memoryview(b"".join(frames)) if frames else _NO_BODY
         self.priority = priority
         self.exempt = exempt
         """Whether the message needs no credit: requests and their answers are always awaited at the receiver."""
@@ -101,34 +105,55 @@ class Outgoing:
 class Outbox:
     """Everything that is to be sent to one peer and has not been."""
 
+    __slots__ = (
+        "_beyond",
+        "_heaps",
+        "_numbers",
+        "_orders",
+        "_tokens",
+        "_unacknowledged",
+        "_waiting",
+        "capacity",
+        "chunk_bytes",
+        "queued_bytes",
+        "queues",
+    )
+
     def __init__(self, capacity: int, chunk_bytes: int) -> None:
         self.capacity = capacity
         self.chunk_bytes = chunk_bytes
         self.queued_bytes = 0
         """Admitted bytes that were not passed on yet."""
-        self._queues: dict[Tag, deque[Outgoing]] = {}
+        self.queues: dict[Tag, deque[Outgoing]] = {}
+        """All messages that have not been sent completely, by tag; empty queues are not kept."""
         self._heaps: tuple[list[Outgoing], list[Outgoing]] = ([], [])
         self._beyond: tuple[list[Outgoing], list[Outgoing]] = ([], [])
-        self._waiting: deque[Outgoing] = deque()
+        self._waiting = _EMPTY
         self._unacknowledged: dict[Tag, tuple[int, int]] = {}
         self._tokens: dict[Tag | str, int] = {}
-        self._orders = count()
-        self._numbers = count(1)
+        self._orders = self._numbers = 0  # of the last message
 
     def __bool__(self) -> bool:
-        return bool(self._queues)
+        return bool(self.queues)
 
     def put(self, message: Outgoing) -> None:
         """Add a message. ``message.admitted`` says whether there was room; if not, ``on_admitted`` will be called."""
-        message.order = next(self._orders)
+        message.order = self._orders = self._orders + 1
         tag = message.tag
         if message.lane == CONTROL and self._busy_lane(tag) == BULK:
             message.lane = BULK  # it must not overtake the tensor before it
-        queue = self._queues.setdefault(tag, deque())
-        queue.append(message)
-        self._waiting.append(message)
-        self._admit()
-        if len(queue) == 1:
+        queue = self.queues.get(tag)
+        if queue is None:
+            self.queues[tag] = deque((message,))
+        else:
+            queue.append(message)
+        if not self._waiting and self._fits(message):
+            self._accept(message, 0)
+        else:
+            if self._waiting is _EMPTY:
+                self._waiting = deque()
+            self._waiting.append(message)
+        if queue is None:
             self._offer(message)
 
     def cancel(self, message: Outgoing) -> bool:
@@ -136,12 +161,12 @@ class Outbox:
         if message.started:
             return False
         message.cancelled = True
-        queue = self._queues[message.tag]
+        queue = self.queues[message.tag]
         head = queue[0] is message
         queue.remove(message)
         self._withdraw(message)
         if not queue:
-            del self._queues[message.tag]
+            del self.queues[message.tag]
         elif head:
             self._offer(queue[0])
         return True
@@ -188,7 +213,7 @@ class Outbox:
         kind, flags = CHUNK, BEYOND if message.beyond else 0
         if not message.started:
             message.started = True
-            message.number = next(self._numbers)
+            message.number = self._numbers = self._numbers + 1
             kind = header.kind
             if kind == PHANTOM and size < header.nbytes:
                 flags, size = flags | FOLLOWS, 0
@@ -199,19 +224,20 @@ class Outbox:
         else:
             meta = size if header.kind == PHANTOM else None
             piece = Header(kind, (), sequence, message.number, "", (), message.offset, header.nbytes, flags, meta=meta)
-        body = message.body[message.offset : message.offset + size] if len(message.body) else None
+        body = message.body[message.offset : message.offset + size] if message.body is not _NO_BODY and len(message.body) else None
         message.offset += size
         message.outstanding += 1
-        busy = self._unacknowledged.get(message.tag, (message.lane, 0))
-        self._unacknowledged[message.tag] = (message.lane, busy[1] + 1)
+        busy = self._unacknowledged.get(message.tag)
+        self._unacknowledged[message.tag] = (message.lane, 1 if busy is None else busy[1] + 1)
         if not message.admitted:
             self._waiting.remove(message)
             self._accept(message, size)
         else:
             self.queued_bytes -= size
-        if message.finished:
+        if message.offset == header.nbytes:
             self._finish(message)
-        self._admit()
+        if self._waiting:
+            self._admit()
         return piece, body, size
 
     def acknowledged(self, message: Outgoing) -> None:
@@ -222,7 +248,7 @@ class Outbox:
             self._unacknowledged[message.tag] = (lane, pieces - 1)
         else:
             del self._unacknowledged[message.tag]
-            queue = self._queues.get(message.tag)
+            queue = self.queues.get(message.tag)
             if queue and queue[0].parked:
                 self._offer(queue[0])
         if message.released and message.on_released is not None:
@@ -230,10 +256,10 @@ class Outbox:
 
     def messages(self) -> list[Outgoing]:
         """All messages that have not been sent completely."""
-        return [message for queue in self._queues.values() for message in queue]
+        return [message for queue in self.queues.values() for message in queue]
 
     def _busy_lane(self, tag: Tag) -> int | None:
-        queue = self._queues.get(tag)
+        queue = self.queues.get(tag)
         if queue:
             return queue[-1].lane
         busy = self._unacknowledged.get(tag)
@@ -250,21 +276,24 @@ class Outbox:
             heapq.heappush((self._beyond if message.beyond else self._heaps)[message.lane], message)
 
     def _offer_again(self, message: Outgoing) -> None:
-        if self._queues[message.tag][0] is message:
+        if self.queues[message.tag][0] is message:
             self._offer(message)
 
     def _finish(self, message: Outgoing) -> None:
-        queue = self._queues[message.tag]
+        queue = self.queues[message.tag]
         queue.popleft()
         if queue:
             self._offer(queue[0])
         else:
-            del self._queues[message.tag]
+            del self.queues[message.tag]
+
+    def _fits(self, message: Outgoing) -> bool:
+        return not self.queued_bytes or self.queued_bytes + message.header.nbytes <= self.capacity
 
     def _admit(self) -> None:
         while self._waiting:
             message = self._waiting[0]
-            if self.queued_bytes and self.queued_bytes + message.header.nbytes > self.capacity:
+            if not self._fits(message):
                 return
             self._waiting.popleft()
             self._accept(message, 0)
@@ -284,8 +313,8 @@ class Outbox:
 
     def _of(self, key: Tag | str) -> list[deque[Outgoing]]:
         if isinstance(key, str):
-            return [queue for tag, queue in self._queues.items() if str(tag[0]) == key]
-        return [self._queues[key]] if key in self._queues else []
+            return [queue for tag, queue in self.queues.items() if str(tag[0]) == key]
+        return [self.queues[key]] if key in self.queues else []
 
     def _unwanted(self, key: Tag | str) -> Outgoing | None:
         """The message that a demand means: the first with the tag; of a topic, one that has begun, or else the most urgent."""

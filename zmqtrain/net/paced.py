@@ -22,6 +22,7 @@ from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shaping import LinkShape, Shaping, SharedNics
 from zmqtrain.net.transport import Frames, Receiver, Transport
 from zmqtrain.net.trouble import Intrusion, Trouble
+from zmqtrain.wire.message import Header
 
 #: What is due this soon after now is done now: waking up again would cost more.
 SLACK_S = 20e-6
@@ -96,7 +97,7 @@ class PacedTransport:
         self._leaving[peer] = flow
         flow.farewell()
 
-    def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int) -> bool:
+    def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int, header: Header | None = None) -> bool:
         flow = self._flows.get(peer)
         if flow is None:
             return self._below.send(peer, lane, frames, nbytes)
@@ -175,9 +176,9 @@ class _Ear:
         self._receiver = receiver
         self.open = True
 
-    def on_message(self, lane: int, route: bytes, frames: Frames) -> None:
+    def on_message(self, lane: int, route: bytes, frames: Frames, header: Header | None = None) -> None:
         if self.open:
-            self._receiver.on_message(lane, route, frames)
+            self._receiver.on_message(lane, route, frames, header)
 
     def on_link_up(self, peer: PeerId) -> None:
         if self.open:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.trouble import Intrusion, Trouble
+from zmqtrain.wire.message import Header
 
 Frames = Sequence[bytes | memoryview]
 
@@ -14,9 +15,9 @@ Frames = Sequence[bytes | memoryview]
 class Receiver(Protocol):
     """What a transport calls, always from the event loop and never from inside one of its own methods."""
 
-    def on_message(self, lane: int, route: bytes, frames: Frames) -> None:
+    def on_message(self, lane: int, route: bytes, frames: Frames, header: Header | None = None) -> None:
         """Frames have arrived from the process that connected under the name ``route``. A memoryview among them keeps its memory
-        alive."""
+        alive. ``header``: what the first frame contains, if that is known and need not be decoded."""
 
     def on_link_up(self, peer: PeerId) -> None:
         """The connection to the peer is established (on both lanes, if both are in use)."""
@@ -51,8 +52,9 @@ class Transport(Protocol):
     def disconnect(self, peer: PeerId) -> None:
         """Drop the connection at once. (A farewell that was just passed on may still be sent.)"""
 
-    def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int) -> bool:
-        """Take frames without copying them; ``nbytes`` counts phantoms, too. False: not now, try again later."""
+    def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int, header: Header | None = None) -> bool:
+        """Take frames without copying them; ``nbytes`` counts phantoms, too. ``header``: what the first frame encodes, for a
+        transport within one process. False: not now, try again later."""
         ...
 
     def post(self, address: str, frames: Frames) -> None:

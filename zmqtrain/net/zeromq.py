@@ -36,6 +36,7 @@ from zmqtrain.net.settings import MIB, NetSettings
 from zmqtrain.net.transport import Frames, Receiver, Transport
 from zmqtrain.net.trouble import Intrusion, Trouble
 from zmqtrain.net.zap import ZapHandler
+from zmqtrain.wire.message import Header
 
 #: The longest time-out that ZeroMQ can announce to its peer.
 MAX_TTL_MS = 6_553_599
@@ -145,7 +146,7 @@ class ZeroMQTransport:
         if wire is not None:
             wire.close(int(self._settings.farewell_s * self._ms))
 
-    def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int) -> bool:
+    def send(self, peer: PeerId, lane: int, frames: Frames, nbytes: int, header: Header | None = None) -> bool:
         wire = self._wires.get(peer)
         return wire is None or wire.send(lane, frames)
 

@@ -26,6 +26,8 @@ from zmqtrain.simulate.process import PROCESS, Callback, Process
 
 #: Thousands of simulated processes are many objects, slow to search, with little cyclic garbage: it is rarely collected.
 GARBAGE = (100_000, 50, 100)
+#: So many cancelled timers may be in the queue, however few others there are.
+MOST_CANCELLED = 1000
 
 if TYPE_CHECKING:  # methods that a loop may leave out raise NotImplementedError; the types consider them abstract
     Loop = asyncio.SelectorEventLoop
@@ -59,18 +61,32 @@ class SimulatedWorld:
 class _Handle:
     """A callback in the queue (`asyncio.Handle` and `asyncio.TimerHandle`)."""
 
-    __slots__ = ("__weakref__", "_args", "_callback", "_cancelled", "_context", "_when", "process")
+    __slots__ = ("__weakref__", "_args", "_callback", "_cancelled", "_context", "_loop", "_when", "process")
 
-    def __init__(self, when: float, callback: Callable[..., Any], args: tuple[Any, ...], context: contextvars.Context) -> None:
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: contextvars.Context,
+        loop: VirtualLoop | None = None,
+    ) -> None:
+        """``loop``: of a timer, the loop that it tells if it is cancelled."""
         self._when = when
         self._callback: Callable[..., Any] | None = callback
         self._args = args
         self._context = context
         self._cancelled = False
+        self._loop = loop
         self.process = context.get(PROCESS)
 
     def cancel(self) -> None:
+        if self._cancelled:
+            return
         self._cancelled = True
+        if self._loop is not None:
+            self._loop.timer_cancelled()
+            self._loop = None
         # Cancelled timers stay in the queue for long: free what they would call, and the process in which they would.
         self._callback, self._args, self._context, self.process = None, (), _NO_PROCESS, None
 
@@ -82,11 +98,6 @@ class _Handle:
 
     def get_context(self) -> contextvars.Context:
         return self._context
-
-    def run(self) -> None:
-        callback = self._callback
-        if callback is not None:
-            self._context.run(callback, *self._args)
 
     def __repr__(self) -> str:
         return f"<{'cancelled ' if self._cancelled else ''}callback {self._callback!r} at {self._when}>"
@@ -104,6 +115,7 @@ class VirtualLoop(Loop):
         self._now = 0.0
         self._ready: deque[_Handle] = deque()
         self._timers: list[tuple[float, int, _Handle]] = []
+        self._cancelled = 0  # of these timers
         self._numbers = 0
         self._stopping = False
         self._running = False
@@ -156,10 +168,20 @@ class VirtualLoop(Loop):
     ) -> asyncio.TimerHandle:
         if context is None:
             context = contextvars.copy_context()
-        handle = _Handle(when, callback, args, context)
+        handle = _Handle(when, callback, args, context, self)
         self._numbers += 1
         heapq.heappush(self._timers, (when, self._numbers, handle))
         return cast(asyncio.TimerHandle, handle)
+
+    def timer_cancelled(self) -> None:
+        """A timer in the queue will not be needed."""
+        self._cancelled += 1
+        # Most timers are time-outs that are cancelled long before they are due. Like asyncio's loop, keep no more of them than of
+        # others.
+        if self._cancelled > MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
+            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
 
     def put_back(self, callbacks: Iterable[Callback]) -> None:
         """Run these next, in their order: a process continues."""
@@ -229,9 +251,9 @@ class VirtualLoop(Loop):
 
     def _turn(self) -> None:
         """Run what is ready; if nothing is, advance to the next timer first."""
-        if not self._ready:
-            self._advance()
         ready = self._ready
+        if not ready:
+            self._advance()
         for _ in range(len(ready)):
             handle = ready.popleft()
             process = handle.process
@@ -239,8 +261,11 @@ class VirtualLoop(Loop):
                 process.held.append(handle)
                 continue
             self._bodies += 1
+            callback = handle._callback
+            if callback is None:
+                continue  # it was cancelled
             try:
-                handle.run()
+                handle._context.run(callback, *handle._args)
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:  # noqa: BLE001 - passed to the exception handler, as in every loop
@@ -250,6 +275,7 @@ class VirtualLoop(Loop):
         timers = self._timers
         while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
+            self._cancelled -= 1
         if not timers:
             raise DeadlockError(self._now, self.waiting())
         when = timers[0][0]
@@ -258,7 +284,10 @@ class VirtualLoop(Loop):
         self._now = max(self._now, when)
         while timers and timers[0][0] <= self._now:
             handle = heapq.heappop(timers)[2]
-            if not handle._cancelled:
+            if handle._cancelled:
+                self._cancelled -= 1
+            else:
+                handle._loop = None
                 self._ready.append(handle)
 
     def waiting(self) -> dict[str, list[str]]:
@@ -310,6 +339,7 @@ class VirtualLoop(Loop):
         self._closed = True
         self._ready.clear()
         self._timers.clear()
+        self._cancelled = 0
 
     # What asyncio requires of a loop.
 

@@ -6,11 +6,13 @@ import asyncio
 import contextvars
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.transport import Frames
 from zmqtrain.simulate.flows import Flow, Resource, slip_through
 from zmqtrain.topology.links import Way
+from zmqtrain.wire.message import Header
 
 if TYPE_CHECKING:
     from zmqtrain.simulate.network import SimulatedNetwork
@@ -20,6 +22,19 @@ if TYPE_CHECKING:
 PACKET_BYTES = 1500
 #: The network's own timers belong to no process, so they continue while a process is paused.
 NO_PROCESS = contextvars.Context()
+
+
+class Message(NamedTuple):
+    """What travels."""
+
+    frames: Frames
+    nbytes: int
+    header: Header | None = None
+    """What the first frame contains, if the receiver need not decode it."""
+
+
+#: In place of an empty queue: see `zmqtrain.net.lane`. Nothing is ever added to it.
+_EMPTY: Final[deque[Message]] = deque(maxlen=0)
 
 
 class Channel(Flow):
@@ -32,20 +47,21 @@ class Channel(Flow):
         self._network, self._connection, self._lane, self._way = network, connection, lane, way
         self._active = False
         self._timer: asyncio.TimerHandle | None = None
-        self.queue: deque[tuple[list[bytes | memoryview], int]] = deque()
+        self.queue = _EMPTY
         self.arrives_at = 0.0
         """When the last message that has left arrives."""
 
-    def put(self, frames: list[bytes | memoryview], nbytes: int) -> None:
+    def put(self, message: Message) -> None:
         """Queue a message."""
-        if not self._active and not self._connection.stalled:
-            if nbytes <= PACKET_BYTES:
-                self._travel(frames, slip_through(self.path, nbytes, self._network.loop.time()))
-                return
-            self.queue.append((frames, nbytes))
+        free = not self._active and not self._connection.stalled
+        if free and message.nbytes <= PACKET_BYTES:
+            self._travel(message, slip_through(self.path, message.nbytes, self._network.loop.time()))
+            return
+        if self.queue is _EMPTY:
+            self.queue = deque()
+        self.queue.append(message)
+        if free:
             self._start()
-        else:
-            self.queue.append((frames, nbytes))
 
     def hold(self) -> None:
         """Let nothing through for now; a half-sent message will be sent again."""
@@ -62,7 +78,7 @@ class Channel(Flow):
 
     def clear(self) -> None:
         """The connection is gone, and so are its queued messages."""
-        self.queue.clear()
+        self.queue = _EMPTY
         self.hold()
 
     def reschedule(self) -> None:
@@ -74,7 +90,7 @@ class Channel(Flow):
 
     def _start(self) -> None:
         self._active = True
-        self._network.flows.start(self, self.queue[0][1], self._network.loop.time())
+        self._network.flows.start(self, self.queue[0].nbytes, self._network.loop.time())
         self._network.rebalance()
 
     def _cancel(self) -> None:
@@ -87,18 +103,17 @@ class Channel(Flow):
         network, connection = self._network, self._connection
         now = network.loop.time()
         self._timer = None
-        frames, _ = self.queue.popleft()
-        self._travel(frames, now)
+        self._travel(self.queue.popleft(), now)
         if not self._active:
             return  # it was lost, and the connection with it
         if self.queue:
-            network.flows.follow(self, self.queue[0][1], now)
+            network.flows.follow(self, self.queue[0].nbytes, now)
             self.reschedule()
         else:
-            self.hold()
+            self.clear()
             connection.owner.sent(connection)
 
-    def _travel(self, frames: list[bytes | memoryview], left_at: float) -> None:
+    def _travel(self, message: Message, left_at: float) -> None:
         """A message that leaves at ``left_at`` arrives, or is lost."""
         network, connection, way = self._network, self._connection, self._way
         delay = way.latency * network.delays.get(connection.source, 1.0)
@@ -110,7 +125,7 @@ class Channel(Flow):
         self.arrives_at = max(self.arrives_at, left_at + delay)
         target = network.find(connection.destination)
         if target is not None:
-            network.loop.call_at(self.arrives_at, target.arrive, connection, self._lane, frames, context=target.context)
+            network.loop.call_at(self.arrives_at, target.arrive, connection, self._lane, message, context=target.context)
 
 
 class Connection:

@@ -93,8 +93,15 @@ _CHECK_BYTES: Final = 4
 #: The most bytes of the fields that the link fills in: names, a shape, a dozen numbers.
 _REST_BYTES: Final = 1024
 _pack = msgpack.packb
+#: One packer for all headers takes 0.8 us less a header than `packb`, which makes one for each call. It is given only numbers,
+#: strings and tuples of these: what may call Python code while it is packed, such as a dict's subclass, needs a packer of its own.
+_pack_plain = msgpack.Packer().pack
 #: The first bytes of every header of this version: a list of 13, the magic, the version.
 _PREFIX: Final = bytes(_pack([MAGIC, WIRE_VERSION, *[None] * (_LENGTH - 2)])[: len(MAGIC) + 3])
+
+
+#: How msgpack packs None, the usual ``meta``.
+_NONE: Final = b"\xc0"
 
 
 def encode_header(header: Header, limits: Limits = DEFAULT_LIMITS, label: bytes | None = None) -> bytes:
@@ -105,7 +112,7 @@ def encode_header(header: Header, limits: Limits = DEFAULT_LIMITS, label: bytes 
     if label is None:
         label = pack_label(header, limits)
     kind, _, sequence, message, dtype, shape, offset, nbytes, flags, acks, _, version = header
-    data: bytes = _pack((MAGIC, version, kind, sequence, message, dtype, shape, offset, nbytes, flags, acks, None, None))
+    data: bytes = _pack_plain((MAGIC, version, kind, sequence, message, dtype, shape, offset, nbytes, flags, acks, None, None))
     data = data[:-2] + label
     return data + crc32(data).to_bytes(_CHECK_BYTES, "little")
 
@@ -122,7 +129,7 @@ def pack_label(header: Header, limits: Limits = DEFAULT_LIMITS, packed: bytes | 
         _check_tag(tag, limits)
         if meta is not None and packed is None:
             check_value(meta, limits.depth, limits.items)
-        label: bytes = _pack(tag) + (_pack(meta) if packed is None else packed)
+        label: bytes = _pack_plain(tag) + (_NONE if meta is None else _pack(meta) if packed is None else packed)
     except OverflowError as error:
         raise ValueError(f"the header of {header.kind} {tag} contains an integer of more than 64 bits") from error
     except WireError as error:
@@ -147,7 +154,7 @@ def decode_header(data: Buffer, limits: Limits = DEFAULT_LIMITS) -> Header:
     if crc32(data) != int.from_bytes(check, "little"):
         raise WireError(f"a header of {size:,} bytes was damaged on the way")
     fields = _unpack(data, limits.items)
-    kind, sequence, message, dtype, raw_shape, offset, nbytes, flags, raw_acks, raw_tag, meta = fields[2:]
+    _, _, kind, sequence, message, dtype, raw_shape, offset, nbytes, flags, raw_acks, raw_tag, meta = fields
     if type(kind) is not str or not 0 < len(kind) <= limits.tag_characters:
         raise WireError(f"the header's kind is {_shown(kind)}")
     if type(raw_tag) is not list:
