@@ -94,7 +94,7 @@ def decode_greeting(frames: Sequence[bytes | memoryview]) -> Hello | Refusal:
         value = body.get(name, absent)
         if type(value) is not expected:
             raise WireError(f"a {kind} whose {name} is {value!r:.60}")
-        # Greetings are kept, and the same names come again and again: thousands of simulated links take 5 % less memory.
+        # Greetings are kept, and the same names come again and again, with thousands of simulated links.
         values.append(intern(value) if expected is str else value)
     greeting = _KINDS[kind](*values)
     if not 0 < len(greeting.peer.encode()) <= MAX_PEER_BYTES:

@@ -34,7 +34,7 @@ class Parcel(Generic[Owner]):
 
 
 #: The queue of every lane on which nothing is on its way. An empty deque takes 624 bytes, and of the four lanes of a link most are
-#: never used: with one each, thousands of simulated links take 40 % more memory. Nothing is ever added to it.
+#: never used, which counts with thousands of simulated links. Nothing is ever added to it.
 _EMPTY: Final[deque[Any]] = deque(maxlen=0)
 
 

@@ -141,7 +141,7 @@ class Switchboard:
             self._owing[link] = None
         if link.quiet and not link.ack_urgent and not self._flushed.awaited:
             # Of all messages that arrive, half are acknowledgements, and most others need nothing else: a callback for each of them
-            # would be a tenth of its whole time.
+            # would be work for nothing.
             if link.ack_due:
                 self._acknowledge_soon()
             return

@@ -93,7 +93,7 @@ _CHECK_BYTES: Final = 4
 #: The most bytes of the fields that the link fills in: names, a shape, a dozen numbers.
 _REST_BYTES: Final = 1024
 _pack = msgpack.packb
-#: One packer for all headers takes 0.8 us less a header than `packb`, which makes one for each call. It is given only numbers,
+#: One packer for all headers saves `packb` from making one for each call. It is given only numbers,
 #: strings and tuples of these: what may call Python code while it is packed, such as a dict's subclass, needs a packer of its own.
 _pack_plain = msgpack.Packer().pack
 #: The first bytes of every header of this version: a list of 13, the magic, the version.
