@@ -482,9 +482,9 @@ def _build(
         overlap=compute.overlap,
         gate_timeout_s=context.timeouts.barrier_s,
     )
-    device.watch(model, optimizer, sizes, shares)
     if compute.columns * compute.accumulate * (context.placement.groups if in_step(topology) else 1) > 1:
         require_linear_hooks(model)
+    device.watch(model, optimizer, sizes, shares)
     if role.index == 0 and (warning := loss_warning(task.loss)) is not None:
         context.recorder.event("warning", text=warning)
     with thawed(optimizer):
