@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from zmqtrain.wire.compress.decompress import decompress
 from zmqtrain.wire.compress.dense import DenseCodec
-from zmqtrain.wire.compress.envelope import CODECS, CodecName, aligned, envelope_of, shrinks, unchanged
+from zmqtrain.wire.compress.envelope import CODECS, CodecName, envelope_of, shrinks, unchanged
 from zmqtrain.wire.compress.factors import Matrix
-from zmqtrain.wire.compress.feedback import kept_of
+from zmqtrain.wire.compress.feedback import kept_of, with_kept
 from zmqtrain.wire.compress.powersgd import PowerSgdCompressor
 from zmqtrain.wire.compress.sign import SignCodec
 from zmqtrain.wire.compress.topk import TopKCodec
@@ -170,15 +170,7 @@ class FeedbackCompressor:
         return encode(self._codec, payload, partial(self._packed, key))
 
     def _packed(self, key: str, gradient: torch.Tensor, dtype: str) -> torch.Tensor:
-        import torch
-
-        gradient = aligned(gradient)
-        residual = self._residuals.get(key)
-        if residual is None:
-            residual = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        if residual.shape != gradient.shape:
-            raise ValueError(f"{key!r} had {residual.numel()} elements before and has {gradient.numel()} now")
-        whole = residual.add_(gradient)
+        whole = with_kept(self._residuals, key, gradient)
         packed = self._codec.pack(whole, dtype)
         self._residuals[key] = kept_of(whole, self._codec.unpack(packed, whole.numel(), dtype))
         return packed

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from zmqtrain.wire.compress.envelope import aligned
 
 if TYPE_CHECKING:
     import torch
+
+
+def with_kept(residuals: Mapping[str, torch.Tensor], key: str, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient and what is kept under ``key``, flat, in float32 (float64 for float64). Takes the kept one's memory. Raises
+    `ValueError` if the two have different sizes."""
+    import torch
+
+    gradient = aligned(gradient)
+    residual = residuals.get(key)
+    if residual is None:
+        residual = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    if residual.shape != gradient.shape:
+        raise ValueError(f"{key!r} had {residual.numel()} elements before and has {gradient.numel()} now")
+    return residual.add_(gradient)
 
 
 def kept_of(whole: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:

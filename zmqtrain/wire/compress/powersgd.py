@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from zmqtrain.wire.compress.decompress import decompress
-from zmqtrain.wire.compress.envelope import CodecName, aligned, as_type, envelope_of, shrinks, unchanged
+from zmqtrain.wire.compress.envelope import CodecName, as_type, envelope_of, shrinks, unchanged
 from zmqtrain.wire.compress.factors import (
     LARGEST_RANK,
     Layout,
@@ -16,7 +16,7 @@ from zmqtrain.wire.compress.factors import (
     rights_of,
     unpacked_factors,
 )
-from zmqtrain.wire.compress.feedback import kept_of
+from zmqtrain.wire.compress.feedback import kept_of, with_kept
 from zmqtrain.wire.payload import Payload
 
 if TYPE_CHECKING:
@@ -51,13 +51,7 @@ class PowerSgdCompressor:
     def _packed(self, key: str, gradient: torch.Tensor, dtype: str, layout: Layout) -> torch.Tensor:
         import torch
 
-        gradient = aligned(gradient)
-        residual = self._residuals.get(key)
-        if residual is None:
-            residual = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        if residual.shape != gradient.shape:
-            raise ValueError(f"{key!r} had {residual.numel()} elements before and has {gradient.numel()} now")
-        whole = residual.add_(gradient)
+        whole = with_kept(self._residuals, key, gradient)
         first = layout.first_rights(key, whole)
         before = self._rights.get(key, first)
         lefts = orthonormal(layout, lefts_of(layout, whole, before))
