@@ -17,8 +17,8 @@ from torch import Tensor
 from tests.host.world import MIB, teams, together
 from zmqtrain.arena import Arena
 from zmqtrain.arena.region import PAGE
-from zmqtrain.host import in_place
-from zmqtrain.host.adopted import LEAST_BYTES, SETTING, USES, Adopted, Adoptions, pages_of
+from zmqtrain.host import adopted, in_place
+from zmqtrain.host.adopted import LEAST_BYTES, SETTING, USES, Adopted, Adoptions, _mappings, pages_of
 from zmqtrain.host.window import Window
 
 NUMEL = LEAST_BYTES // 4 + 3 * PAGE
@@ -209,7 +209,7 @@ def test_what_a_forked_process_maps_at_first_lies_elsewhere(make: Make) -> None:
     """Before the pages get their places in it, as an allocator may: it would take the first gap that is large enough."""
     mapped: list[mmap.mmap] = []
     forking = [True]
-    gone = torch.full((1 << 24,), 2.0)
+    gone = torch.full((MANY,), 2.0)
     assert adopt(make(), gone) is not None
 
     def first() -> None:
@@ -227,6 +227,20 @@ def test_what_a_forked_process_maps_at_first_lies_elsewhere(make: Make) -> None:
         os._exit(0 if mapped[0][:4] == b"mine" and bool((flat[:: 1 << 10] == 1).all()) else 1)
     forking.clear()
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_gap_in_the_kernels_list_is_looked_at_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat, lists = torch.ones(NUMEL), [0]
+    address = flat.data_ptr()
+
+    def mappings(source: str) -> Iterator[object]:
+        lists[0] += 1
+        here = list(_mappings(source))
+        return iter([each for each in here if lists[0] > 1 or not each.start <= address < each.end])
+
+    monkeypatch.setattr(adopted, "_mappings", mappings)
+    assert adopt(make(), flat) is not None
+    assert lists[0] == 2
 
 
 def test_others_only_read(make: Make) -> None:
