@@ -523,6 +523,6 @@ MUTATIONS = (
     Mutation("a view shows a lost worker as if it were there", "averaging-elastic", lost_member_shown, 2),
     Mutation("the loss of a member is waited for without end", "averaging-elastic", loss_not_noticed, 2),
     Mutation("an FC server applies a step twice", "merged-fc", fc_update_twice, 1),
-    Mutation("a record of the launcher's journal is skipped", "allreduce", record_skipped, 29),
+    Mutation("a record of the launcher's journal is skipped", "allreduce", record_skipped, 132),
     Mutation("what a broken connection has lost is not sent again", "groups", message_not_sent_again, 2),
 )

@@ -15,7 +15,7 @@ from zmqtrain.topology.load import parse_topology
 #: Virtual seconds from one loss to the next, and losses between two looks: as many of each target.
 APART_S, BETWEEN = 1.0, 6
 #: Of each change of the members all remember who trained which samples: so many lines together.
-LINES = {"Era": 10, "Slot": 10, "Team": 20}
+LINES = {"Era": 10, "Slot": 10, "Team": 20, "Change": 10}
 TOPOLOGY = """
 [job]
 steps = 80

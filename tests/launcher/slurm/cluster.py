@@ -123,14 +123,23 @@ class Cluster:
 
     def processes(self) -> list[psutil.Process]:
         """What runs in the nodes, but for Slurm's own."""
-        return [process for process in self._all() if not process.name().startswith(("slurmd", "slurmstepd"))]
+        found = []
+        for process in self._all():
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if not process.name().startswith(("slurmd", "slurmstepd")):
+                    found.append(process)
+        return found
 
     def left(self) -> list[str]:
         """Command lines of what stays in the nodes."""
         end = time.monotonic() + PATIENCE_S / 4
         while (processes := self.processes()) and time.monotonic() < end:
             psutil.wait_procs(processes, timeout=0.2)
-        return [" ".join(process.cmdline()) for process in processes]
+        left = []
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                left.append(" ".join(process.cmdline()))
+        return left
 
     def close(self) -> None:
         """End all daemons, and whatever they have started."""
