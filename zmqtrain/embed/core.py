@@ -142,7 +142,8 @@ class Core:
             raise UsageError(
                 "a session replicates one model with one optimizer. Two networks that are trained in turn (a GAN) cannot be "
                 "replicated. Networks that are trained by the same optimizer.step() can: put them into one nn.Module, with one "
-                "optimizer for all"
+                "optimizer for all. Models that are trained one after another (k-fold cross-validation) each need a run of their "
+                "own: launch the script once for each"
             )
         check_script(self.context.topology, resume=self.context.resume)
         check_session(self.context.topology, self.context.placement.groups, overlap=overlap)
