@@ -65,7 +65,7 @@ def test_lightning_trains_validates_stops_and_saves() -> None:
     needs("lightning", "sklearn")
     found = accuracies(printed(ranks("lightning", "sklearn.datasets"), "lightning_digits.py", "model_server", "averaging", every=3))
     assert set(found) == {"model_server", "averaging"}
-    assert min(found.values()) > 60, found  # of ten digits; how far apart groups run depends on the machine
+    assert min(found.values()) > 30, found  # of ten digits; how far apart groups run depends on the machine
 
 
 def test_transformers_trainer_with_groups() -> None:

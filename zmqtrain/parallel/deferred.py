@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zmqtrain.parallel.turns import turn
+from zmqtrain.parallel.turns import generator_state, turn
 
 #: Tensors of fewer bytes are ordinary ones: they cost little memory, and recording costs time.
 SMALLEST_BYTES = 1 << 18
@@ -226,7 +226,7 @@ class Tape:
         wanted = self._needed({_storage(each._twin) for each in tensors})
         real: dict[int, Tensor] = {}
         with torch.no_grad(), turn(), no_dispatch():
-            before = torch.get_rng_state()
+            before = generator_state()
             try:
                 for index in sorted(wanted):
                     self._run(self._entries[index], real)
@@ -434,7 +434,7 @@ def _state(func: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     generator = kwargs.get("generator")
-    return torch.get_rng_state() if generator is None else cast(Tensor, generator.get_state())
+    return generator_state() if generator is None else cast(Tensor, generator.get_state())
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

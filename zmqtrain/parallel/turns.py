@@ -9,6 +9,7 @@ Torch is imported when a turn is used: simulations of modelled devices hand over
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,24 @@ class _Thread(threading.local):
 
 
 _THREAD = _Thread()
+
+
+def generator_state() -> Tensor:
+    """`torch.get_rng_state`, which may be called beside other threads that use the generator.
+
+    Torch holds the generator's lock while it makes the tensor's Python object. If that collects garbage, tensors that are freed
+    hand over the GIL, and a thread that then waits for the lock, as in ``torch.manual_seed``, waits with the GIL for ever. So
+    nothing is collected meanwhile.
+    """
+    import torch
+
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return torch.get_rng_state()
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager
@@ -50,7 +69,7 @@ def drawing(seed: int, devices: list[int]) -> Iterator[None]:
     import torch
 
     with turn(), torch.random.fork_rng(devices=devices, enabled=bool(devices)):
-        before = torch.get_rng_state()
+        before = generator_state()
         if not _THREAD.drawing:
             _THREAD.outside = before
         _THREAD.drawing += 1
@@ -79,7 +98,7 @@ def handing_over() -> Iterator[None]:
         return
     import torch
 
-    state = torch.get_rng_state()
+    state = generator_state()
     if _THREAD.drawing and _THREAD.outside is not None:
         torch.set_rng_state(_THREAD.outside)
     _THREAD.holds = False
@@ -90,5 +109,5 @@ def handing_over() -> Iterator[None]:
         _LOCK.acquire()
         _THREAD.holds = True
         if _THREAD.drawing:
-            _THREAD.outside = torch.get_rng_state()
+            _THREAD.outside = generator_state()
         torch.set_rng_state(state)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zmqtrain.parallel.turns import turn
+from zmqtrain.parallel.turns import generator_state, turn
 from zmqtrain.train.device.accelerator import accelerator_of
 
 
@@ -30,7 +30,7 @@ def drawn_alike(device: torch.device, seed: Sequence[int]) -> Iterator[None]:
     nothing had been drawn. Python's and numpy's stay as they are, since a loading thread draws from them at the same time."""
     accelerator = accelerator_of(device)
     with turn():
-        before = torch.get_rng_state()
+        before = generator_state()
         on_device = None if accelerator is None else accelerator.random_state(device)
         torch.manual_seed(int(np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)[0]) % 2**63)
         try:
@@ -43,7 +43,7 @@ def drawn_alike(device: torch.device, seed: Sequence[int]) -> Iterator[None]:
 
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state that `restore_random_state` takes: tensors named ``random/...``, and plain values."""
-    tensors = {"random/torch": torch.get_rng_state()}
+    tensors = {"random/torch": generator_state()}
     accelerator = accelerator_of(device)
     if accelerator is not None:
         tensors[f"random/{device.type}"] = accelerator.random_state(device)

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zmqtrain.parallel.model.dropout import keep
 from zmqtrain.parallel.placed.model import step_seed
-from zmqtrain.parallel.turns import seeded
+from zmqtrain.parallel.turns import generator_state, seeded
 
 _CHANNELS = (functional.dropout1d, functional.dropout2d, functional.dropout3d)
 
@@ -65,7 +65,7 @@ def drawing_alike(model: nn.Module, seed: int, step: int) -> Iterator[dict[str, 
 
 def _states(model: nn.Module) -> tuple[Tensor, dict[int, Tensor]]:
     devices = sorted({each.device.index or 0 for each in model.parameters() if each.device.type == "cuda"})
-    return torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
+    return generator_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
 
 
 def _restore(states: tuple[Tensor, dict[int, Tensor]]) -> None:
