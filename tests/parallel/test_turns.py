@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
+import pytest
 import torch
 
 from zmqtrain.parallel.communicator import Fabric, Label
-from zmqtrain.parallel.turns import drawing, turn
+from zmqtrain.parallel.turns import drawing, generator_state, turn
 from zmqtrain.testing.threads import run_ranks
 
 
@@ -37,3 +40,22 @@ def test_a_turn_within_a_turn_is_the_same() -> None:
         inner = torch.randn(1)
     with drawing(2, []):
         assert torch.equal(torch.randn(1), inner)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_the_generator_is_read(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that frees tensors then gives up the GIL, and holds the generator's lock."""
+    states, seen = torch.get_rng_state(), []
+
+    def read() -> torch.Tensor:
+        seen.append(gc.isenabled())
+        return states
+
+    monkeypatch.setattr(torch, "get_rng_state", read)
+    try:
+        if not collects:
+            gc.disable()
+        assert generator_state() is states
+        assert (seen, gc.isenabled()) == ([False], collects)
+    finally:
+        gc.enable()
