@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from zmqtrain.errors import UsageError
+from zmqtrain.membership.description import RunDescription
 from zmqtrain.plan.decided import decided
+from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 
 PLAN = [{"layer": "0", "choice": "domain", "grid": "2x2"}, {"layer": "3", "choice": "model", "grid": "2x2"}]
@@ -67,3 +69,43 @@ def test_a_plan_that_the_job_cannot_have_is_an_error(tmp_path: Path) -> None:
 def test_what_is_decided_stays(tmp_path: Path) -> None:
     topology = topology_of("2x2")
     assert decided(topology, tmp_path) is topology
+
+
+def cluster_of(bandwidth: str, **exchange: object) -> Topology:
+    hosts = [{"name": f"h{number}", "address": "10.0.0.1", "slots": 1} for number in range(4)]
+    compute = {"group_size": 4, "batch_size": 128, "device": "modelled", "profile": "cifarnet"}
+    network = {"bandwidth": bandwidth, "latency": "200 us"}
+    values = {"job": {}, "hosts": hosts, "compute": compute, "exchange": {"kind": "allreduce"} | exchange, "network": network}
+    return Topology.model_validate(values)
+
+
+@pytest.mark.parametrize(("bandwidth", "expected"), [("100 Mbit/s", "int8"), ("100 Gbit/s", "none")])
+def test_auto_compression_is_what_pays(bandwidth: str, expected: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    found = decided(cluster_of(bandwidth, compression="auto"), tmp_path, tell=said.append)
+    assert (found.exchange.compression, found.undecided) == (expected, False)
+    assert said[0].startswith(f'compression = "{expected}": ')
+    assert Topology.from_dict(found.to_dict()) == found
+
+
+def test_auto_compression_keeps_its_rank_only_for_powersgd(tmp_path: Path) -> None:
+    """A profile has no shapes, so that PowerSGD is not possible here."""
+    found = decided(cluster_of("100 Mbit/s", compression="auto", compression_rank=2), tmp_path)
+    assert (found.exchange.compression, found.exchange.compression_rank) == ("int8", 4)
+
+
+def test_auto_compression_with_nothing_to_send_is_none(tmp_path: Path) -> None:
+    values = {"job": {"oversubscribe": True}, "exchange": {"kind": "allreduce", "compression": "auto"}}
+    alone = Topology.model_validate(values | {"plan": {"layers": "alexnet"}, "compute": {"group_size": 2}})
+    said: list[str] = []
+    assert decided(alone, tmp_path, tell=said.append).exchange.compression == "none"
+    assert "no gradients pass a network" in said[0]
+
+
+@pytest.mark.parametrize(
+    "open_", [{"compute": {"grid": "auto", "group_size": 2}}, {"exchange": {"compression": "auto", "kind": "allreduce"}}]
+)
+def test_a_run_does_not_begin_undecided(open_: dict[str, object]) -> None:
+    topology = Topology.model_validate({"job": {"oversubscribe": True, "task": "task.py:task"}} | open_)
+    with pytest.raises(UsageError, match="all is decided"):
+        RunDescription(topology, place(topology), ".")

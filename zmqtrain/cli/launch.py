@@ -95,10 +95,11 @@ def _launch_tuned(
 def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Emulation | None, options: LaunchOptions) -> int:
     """Decide what is left to decide, and lead the run."""
     data_path = _data_path(topology, options)
-    if topology.parallel.plan is not None or topology.compute.grid == "auto":
+    if topology.undecided:
         from zmqtrain.plan.decided import decided
 
-        topology = decided(topology, file.resolve().parent, _absolute(data_path_of(options.data, topology), here=True))
+        data = _absolute(data_path_of(options.data, topology), here=True)
+        topology = decided(topology, file.resolve().parent, data, _tell)
     engine = options.own_engine
     if engine is None and emulation is None:
         engine = make_engine(topology.engine.kind)

@@ -72,7 +72,7 @@ def run_simulate(
         find_task(topology.job.task, (".", *topology.job.python_path))
     if topology.compute.profile is not None:
         Profile.load(topology.compute.profile)
-    topology = decided(topology, file.resolve().parent, data)
+    topology = decided(topology, file.resolve().parent, data, lambda text: print(text, file=sys.stderr))
     place(topology)
     first = topology.job.seed if seed is None else seed
     if seeds:

@@ -18,6 +18,11 @@ def check_script(topology: Topology, *, resume: str | None) -> None:
             '[compute] grid = "auto" is for tasks, whose model can be profiled before the run: write a grid, like '
             f'"2x{max(1, topology.compute.group_size // 2)}", and a plan for a script (zmqtrain plan finds them for a task)'
         )
+    if topology.exchange.compression == "auto":
+        raise UsageError(
+            '[exchange] compression = "auto" is for tasks, whose model is known before the run: name a way, like "int8" (zmqtrain '
+            "plan recommends one for a task)"
+        )
     if resume is not None:
         raise UsageError(
             "--resume is for tasks: a script writes its own checkpoints, and resumes from them itself (with an argument of its own)"

@@ -16,7 +16,7 @@ from pathlib import Path
 from zmqtrain.errors import ConnectivityError, UsageError, ZmqTrainError
 from zmqtrain.experiment.job import JobError, JobRuns, rest
 from zmqtrain.experiment.runs import Folders, LaunchedRuns
-from zmqtrain.experiment.tuning import Reporter, Tuning, again, require_trials, search_folder, searched
+from zmqtrain.experiment.tuning import Reporter, Tuning, again, require_trials, search_folder, searched, with_compression
 from zmqtrain.launcher.emulate import Emulation
 from zmqtrain.observe.run_directory import find_run
 from zmqtrain.plan.efficiency import fewest
@@ -52,6 +52,7 @@ def launch_tuned(
     if topology.job.task is None:
         raise UsageError(f'{file}: groups = "auto" needs [job] task: a search needs losses')
     require_trials(file, topology)
+    topology = with_compression(topology, file.resolve().parent, data, shown)
     space = searched(topology, data, measured=True)
     begun = None if resume is None else Path(resume) if Path(resume).is_dir() else find_run(resume)
     with search_folder(topology, "auto", resume=begun, run_dir=run_dir) as directory:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zmqtrain.errors import ConnectivityError, ZmqTrainError
 from zmqtrain.experiment.runs import Folders, LaunchedRuns, Runs, SimulatedRuns
-from zmqtrain.experiment.tuning import Reporter, Tuning, again, search_folder, searched
+from zmqtrain.experiment.tuning import Reporter, Tuning, again, search_folder, searched, with_compression
 from zmqtrain.launcher.emulate import Emulation
 from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.topology.schema import Topology
@@ -53,7 +53,7 @@ class TuningRun:
             TaskError: the task's own code fails.
             ZmqTrainError: the error by which a trial fails.
         """
-        topology = self.topology
+        topology = with_compression(self.topology, self.folder, self.data, shown)
         space = searched(topology, self.data, measured=self.measured)
         dilation = None if self.measured or self.emulation is None else self.emulation.dilation.factor
         with search_folder(topology, "tune", resume=resume, run_dir=run_dir) as directory:
@@ -61,10 +61,10 @@ class TuningRun:
             tuning = Tuning(topology, space, directory, shown, dilation=dilation)
             try:
                 if curves:
-                    tuning.curves(self._runs("curves", directory.path))
+                    tuning.curves(self._runs(topology, "curves", directory.path))
                     return 0
                 for name in strategies:
-                    tuning.strategy(name, self._runs(name, directory.path))
+                    tuning.strategy(name, self._runs(topology, name, directory.path))
                 tuning.compare()
                 return tuning.exit_code
             except KeyboardInterrupt:
@@ -77,8 +77,8 @@ class TuningRun:
                     shown.note(again(directory.path))
                 raise
 
-    def _runs(self, name: str, folder: Path) -> Runs:
+    def _runs(self, topology: Topology, name: str, folder: Path) -> Runs:
         folders = Folders(folder / name)
         if self.simulate:
-            return SimulatedRuns(self.topology, folders, self.data)
-        return LaunchedRuns(self.topology, folders, self.data, str(self.folder), self.emulation)
+            return SimulatedRuns(topology, folders, self.data)
+        return LaunchedRuns(topology, folders, self.data, str(self.folder), self.emulation)

@@ -13,6 +13,8 @@ from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.experiment.runs import Runs
 from zmqtrain.launcher.run import write_pid
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.plan.decided import decided
+from zmqtrain.plan.efficiency import fewest
 from zmqtrain.plan.group_step import variants
 from zmqtrain.plan.regroup import regrouped
 from zmqtrain.plan.setup import source_of
@@ -229,6 +231,17 @@ def require_trials(file: Path, topology: Topology) -> None:
     assert topology.job.task is not None
     find_task(topology.job.task, (".", *topology.job.python_path))
     place(regrouped(topology, 1))
+
+
+def with_compression(topology: Topology, folder: Path, data_path: str | None, shown: Reporter) -> Topology:
+    """The job of all trials: ``compression = "auto"`` is decided once, for the number of groups that is predicted to be the
+    fastest, so that trials differ only in what is searched."""
+    exchange = topology.exchange
+    if exchange.compression != "auto" or exchange.kind != "model_server":  # trials use model servers, as `regrouped` has it
+        return topology
+    groups = fewest(searched(topology, data_path, measured=False).update_s)
+    found = decided(regrouped(topology, groups), folder, data_path, shown.note).exchange.compression
+    return topology.model_copy(update={"exchange": exchange.model_copy(update={"compression": found})})
 
 
 def searched(topology: Topology, data_path: str | None, *, measured: bool) -> Space:

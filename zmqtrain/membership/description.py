@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zmqtrain.errors import ProtocolError
+from zmqtrain.errors import ProtocolError, UsageError
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.placement import Placement
@@ -30,6 +30,13 @@ class RunDescription:
     """The user's script that workers run, and its arguments; empty if the topology names a task."""
     alone_s: float = 0.0
     """For how many seconds the members train on without a coordinator; 0: they end with it."""
+
+    def __post_init__(self) -> None:
+        if self.topology.undecided:
+            raise UsageError(
+                'a run needs a job in which all is decided: name a grid in place of grid = "auto", a way in place of compression = '
+                '"auto", and the layers of the [parallel] plan (the commands launch and simulate decide these themselves)'
+            )
 
     def to_value(self) -> Value:
         return {

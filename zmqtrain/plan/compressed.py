@@ -16,6 +16,7 @@ from zmqtrain.plan.group_step import loads_of
 from zmqtrain.plan.layers import LayerShape
 from zmqtrain.plan.setup import link_of, part_of
 from zmqtrain.topology.placement import Placement, place
+from zmqtrain.topology.rounded import rounded_time
 from zmqtrain.topology.schema import Topology
 from zmqtrain.wire.compress import Matrix
 
@@ -92,6 +93,15 @@ def best(found: Sequence[Compressed]) -> Compressed:
     return plain if plain.network_s <= plain.compute_s else min(found, key=lambda each: each.worth_s)
 
 
+def chosen(topology: Topology, found: Sequence[Compressed]) -> Compressed | None:
+    """Which of the ``found`` ways ``compression = "auto"`` means; never top-k, which needs several times as many steps. ``None``:
+    nothing passes a network."""
+    sizes_only = topology.compute.device == "modelled" and not topology.trains  # and PowerSGD needs shapes
+    excluded = ("topk", "powersgd") if sizes_only else ("topk",)
+    left = [each for each in found if each.way.name not in excluded]
+    return best(left) if left else None
+
+
 def compressed_rows(topology: Topology, layers: Sequence[LayerShape]) -> Iterator[dict[str, Any]]:
     """A row for each way."""
     found = compressed(topology, layers)
@@ -165,9 +175,27 @@ def in_words(found: Sequence[Compressed]) -> str:
         return ""
     chosen, plain = best(found), found[0]
     if chosen is plain:
-        why = "what a worker computes hides the exchange" if plain.network_s <= plain.compute_s else "no other way is faster"
-        return f"Without compression: {why}"
-    gain = plain.worth_s / chosen.worth_s if chosen.worth_s else math.inf
+        return f"Without compression: {_why_plain(plain)}"
     return (
-        f'The network is what a step waits for: compression = "{chosen.way.name}" would reach a loss about {gain:.1f} times as fast'
+        f'The network is what a step waits for: compression = "{chosen.way.name}" would reach a loss about '
+        f"{_gain(plain, chosen):.1f} times as fast"
     )
+
+
+def reason(found: Sequence[Compressed], way: Compressed | None) -> str:
+    """Why `chosen` has chosen ``way``, as the end of a sentence."""
+    if way is None:
+        return "no gradients pass a network"
+    plain = found[0]
+    if way.way is plain.way:
+        return _why_plain(plain)
+    times = f"{rounded_time(plain.network_s)} without compression, where a worker computes for {rounded_time(plain.compute_s)}"
+    return f"a step's exchange takes {times}; a loss is reached about {_gain(plain, way):.1f} times as fast"
+
+
+def _why_plain(plain: Compressed) -> str:
+    return "what a worker computes hides the exchange" if plain.network_s <= plain.compute_s else "no other way is faster"
+
+
+def _gain(plain: Compressed, way: Compressed) -> float:
+    return plain.worth_s / way.worth_s if way.worth_s else math.inf

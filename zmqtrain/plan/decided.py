@@ -1,9 +1,10 @@
-"""The grid and the plan of a run, decided before it starts: ``[parallel] plan`` is read, and ``[compute] grid = "auto"`` is
-planned."""
+"""What a file leaves open, decided before its run starts: ``[parallel] plan`` is read, ``[compute] grid = "auto"`` is planned, and
+``[exchange] compression = "auto"`` becomes the way to compress that the cost model recommends."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -33,11 +34,37 @@ def read_plan(file: Path, option: str) -> Plan:
     return Plan.read(values)
 
 
-def decided(topology: Topology, folder: Path, data: str | None = None) -> Topology:
-    """The topology with its grid and plan filled in, so that nothing is left to decide.
+def decided(topology: Topology, folder: Path, data: str | None = None, tell: Callable[[str], None] = lambda text: None) -> Topology:
+    """The topology with its grid, plan and compression filled in, so that nothing is left to decide.
 
-    ``folder``: where the file of the plan is looked for. Raises `UsageError` if no plan can be read or made.
+    ``folder``: where the file of the plan is looked for. ``data``: the value of ``--data``. ``tell``: takes a sentence on the
+    compression. Raises `UsageError` if no plan can be read or made, `TaskError` if the task's code fails.
     """
+    topology = _divided(topology, folder, data)
+    return topology if topology.exchange.compression != "auto" else _compressed(topology, data, tell)
+
+
+def _compressed(topology: Topology, data: str | None, tell: Callable[[str], None]) -> Topology:
+    from zmqtrain.plan.compressed import chosen, compressed, reason
+    from zmqtrain.plan.setup import link_source, source_of
+
+    source = source_of(topology, data)
+    ways = compressed(topology, source.layers)
+    found = chosen(topology, ways)
+    name = "none" if found is None else found.way.name
+    tell(f'compression = "{name}": {reason(ways, found)} (as predicted for {source.what} and {link_source(topology)})')
+    values = topology.to_open_dict()
+    values["exchange"]["compression"] = name
+    if name != "powersgd":
+        values["exchange"].pop("compression_rank", None)
+    try:
+        return Topology.from_dict(values)
+    except ValidationError as error:
+        faults = "; ".join(each["msg"] for each in error.errors())
+        raise UsageError(f'compression = "auto" is {name} here, which this job cannot have: {faults}') from error
+
+
+def _divided(topology: Topology, folder: Path, data: str | None) -> Topology:
     compute, parallel = topology.compute, topology.parallel
     if parallel.plan is not None:
         return _with(topology, compute.grid, read_plan(folder / parallel.plan, "[parallel] plan"))

@@ -68,11 +68,12 @@ class ExchangeSection(Section):
     averaging: Averaging = Field(default_factory=Averaging, description="How groups that train alone combine their models.")
     gossip: Gossip = Field(default_factory=Gossip, description="What gossip exchanges, and with whom.")
     split_size: ByteSize = Field(default=4 * 2**20, description="Larger tensors are split into pieces of at most this size.")
-    compression: Literal["none", "fp16", "bf16", "int8", "sign", "topk", "powersgd"] = Field(
+    compression: Literal["none", "auto", "fp16", "bf16", "int8", "sign", "topk", "powersgd"] = Field(
         default="none",
         description="For allreduce and model servers: how gradients are compressed on the wire. sign: one bit each. topk: the "
         "largest elements. powersgd: matrices as products of thin ones. What these three leave out is sent later. With model "
-        "servers parameters come back as they are; with allreduce nothing else travels.",
+        "servers parameters come back as they are; with allreduce nothing else travels. auto: what `zmqtrain plan` recommends, "
+        "decided before the run.",
     )
     compression_ratio: float = Field(
         default=0.01,

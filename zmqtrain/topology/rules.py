@@ -330,7 +330,8 @@ def _compression(topology: Topology) -> Iterator[BrokenRule]:
     exchange, path = topology.exchange, ("exchange", "compression")
     fields = type(exchange).model_fields
     for name, of in (("compression_ratio", "topk"), ("compression_rank", "powersgd")):
-        if exchange.compression != of and getattr(exchange, name) != fields[name].default:
+        may_be = (of,) if of == "topk" else (of, "auto")  # which never finds that top-k is the best
+        if exchange.compression not in may_be and getattr(exchange, name) != fields[name].default:
             yield rule(f'{name} is for {of}, but compression is "{exchange.compression}": remove {name}', ("exchange", name), path)
     if exchange.compression == "none":
         return

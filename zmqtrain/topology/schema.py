@@ -152,6 +152,11 @@ class Topology(Section):
         """Whether the workers of a group divide the model, or the images, among them."""
         return self.compute.rows > 1 or (self.parallel.statistics == "whole" and self.compute.group_size > 1)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether the file leaves open how a step is divided or compressed (`zmqtrain.plan.decided`)."""
+        return self.parallel.plan is not None or self.compute.grid == "auto" or self.exchange.compression == "auto"
+
     def encrypted(self, *, emulated: bool = False) -> bool:
         """Whether connections between the run's processes are encrypted. ``emulated``: all hosts run on this machine."""
         wanted = self.job.transport_encryption
