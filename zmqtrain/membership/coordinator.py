@@ -421,7 +421,7 @@ class Coordinator:
                 caller, peer, exit_code, report, stopped=bool(stopped), now=now, pid=pid, again=again is True
             )
         )
-        return self._roster.view().version
+        return self._roster.version
 
     async def _serve_report(self, caller: PeerId, events: Value, incarnation: Value = None, number: Value = None) -> Value:
         if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):

@@ -168,6 +168,11 @@ class Roster:
         reason = "it had joined before another launcher took over"
         return [Meet(entry.member.peer, entry.member.address, reason) for entry in self._members.here() if entry.member.address]
 
+    @property
+    def version(self) -> int:
+        """That of the view as it is now."""
+        return self._version
+
     def view(self) -> View:
         """The members as they are now."""
         return replace(self._members.view(self._version, complete=self._complete), chains=self._chains.value)
@@ -728,7 +733,7 @@ class Roster:
 
     def _maybe_finish(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        over = self._nobody is None and all(entry.gone for entry in self._members.of_kind("worker"))
+        over = self._nobody is None and self._members.all_gone("worker")
         if self.state in (State.JOINING, State.RUNNING) and over:
             self._go(State.FINISHING)
             reason = "all workers have left"

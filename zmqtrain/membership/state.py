@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -47,7 +47,7 @@ class Entry:
 
     member: Member
     counts: Counter[Presence]
-    """Of all entries of a table, which keep it up to date."""
+    """Of all members of its kind in a table. Entries keep it up to date, since asking each of a thousand would be too slow."""
     _presence: Presence = Presence.EXPECTED
     incarnation: int = 0
     exited: bool = False
@@ -100,10 +100,13 @@ class MemberTable:
 
     def __init__(self, expected: Iterable[Member], spare: Iterable[Member] = ()) -> None:
         """``spare``: those that may come once the run has begun."""
-        self._counts = Counter[Presence]()
-        self._entries = {member.peer: Entry(member, self._counts) for member in expected}
+        self._counts: defaultdict[MemberKind, Counter[Presence]] = defaultdict(Counter)
+        self._kinds: defaultdict[MemberKind, dict[PeerId, Entry]] = defaultdict(dict)
+        self._entries: dict[PeerId, Entry] = {}
+        for member in expected:
+            self.add(member)
         for member in spare:
-            self._entries[member.peer] = Entry(member, self._counts, Presence.ABSENT, exited=True)
+            self.add(member, Presence.ABSENT, exited=True)
         self.agents = {entry.member.host: entry for entry in self if entry.member.kind == "agent"}
         """Agents by host."""
         self._roles: dict[str, list[Entry]] = {}
@@ -116,32 +119,43 @@ class MemberTable:
 
     def __len__(self) -> int:
         """How many have come, or are waited for."""
-        return len(self._entries) - self._counts[Presence.ABSENT]
+        return len(self._entries) - self._count(Presence.ABSENT)
 
     def get(self, peer: PeerId) -> Entry | None:
         """The entry of a peer, if it is known."""
         return self._entries.get(peer)
 
-    def add(self, member: Member) -> Entry:
-        """Add a member that was not expected."""
-        entry = self._entries[member.peer] = Entry(member, self._counts)
+    def add(self, member: Member, presence: Presence = Presence.EXPECTED, *, exited: bool = False) -> Entry:
+        """Add a member."""
+        entry = Entry(member, self._counts[member.kind], presence, exited=exited)
+        self._entries[member.peer] = self._kinds[member.kind][member.peer] = entry
         return entry
 
     def remove(self, peer: PeerId) -> None:
         """Forget the member, as if it had never existed."""
-        self._counts[self._entries.pop(peer).presence] -= 1
+        entry = self._entries.pop(peer)
+        del self._kinds[entry.member.kind][peer]
+        entry.counts[entry.presence] -= 1
 
     def of_kind(self, *kinds: MemberKind) -> list[Entry]:
-        """All members of these kinds."""
-        return [entry for entry in self if entry.member.kind in kinds]
+        """All members of these kinds, one kind after the other."""
+        return [entry for kind in kinds for entry in self._kinds[kind].values()]
+
+    def all_gone(self, kind: MemberKind) -> bool:
+        """Whether nobody waits for any member of this kind to join (again)."""
+        counts = self._counts[kind]
+        return not counts[Presence.EXPECTED] and not counts[Presence.HERE]
+
+    def _count(self, presence: Presence) -> int:
+        return sum(counts[presence] for counts in self._counts.values())
 
     def count_here(self) -> int:
         """How many have joined and are still in the run."""
-        return self._counts[Presence.HERE]
+        return self._count(Presence.HERE)
 
     def one_gone(self) -> Entry | None:
         """One that will never join (again), if there is any."""
-        none = not self._counts[Presence.LEFT] + self._counts[Presence.LOST]
+        none = not self._count(Presence.LEFT) + self._count(Presence.LOST)
         return None if none else next((entry for entry in self if entry.gone), None)
 
     def here(self) -> list[Entry]:
