@@ -3,13 +3,17 @@
 Four simulated hosts train CIFARNet on CIFAR-10 and a small transformer on Shakespeare with all-reduce, once as it is, and once with
 each way to compress. Arithmetic, messages and losses are real; time is virtual, so the other work of this machine changes no
 figure: links take the time of 100 Mbit/s and 200 us, and layers that of a host of `FLOPS` operations a second. What compression
-itself computes takes no virtual time; it is measured here apart, in this thread's processor time. All take the same learning rate,
-which was not tuned for any. For model servers, whose parameters come back as they are, only the time of a step is stated.
+itself computes takes no virtual time; it is measured here apart, in this thread's processor time.
+
+Each way takes its own learning rate by the same rule: that of the problem's rates with which it is the fastest with the first seed.
+Then the other seeds are trained, and the median counts. For model servers, whose parameters come back as they are, only the time of
+a step is stated.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -38,8 +42,11 @@ WAYS = {
     "sign": 'compression = "sign"',
 }
 SERVERS = f'kind = "model_server"\nstaleness = "sync"\nshards = {HOSTS}\n'
-#: The longest virtual time of a run.
-CAP_S = 600
+#: The longest virtual time of a run without compression, and of others as a multiple of that: what takes longer does not pay.
+CAP_S, CAP = 600.0, 1.5
+#: Virtual time in which workers have joined.
+START_S = 5.0
+SEEDS = (1, 2, 3)
 #: Steps of a run that only shows how long they take.
 SHORT = 8
 EVALUATE_EVERY = 20
@@ -52,14 +59,15 @@ class Problem:
     batch: int
     """Samples of a worker's step."""
     loss: float
-    lr: float
+    rates: tuple[float, ...]
+    """Learning rates, of which each way takes the fastest."""
     evaluated: int
     """How many samples are evaluated."""
 
 
 PROBLEMS = {
-    "cifar": Problem(batch=32, loss=1.5, lr=0.03, evaluated=500),
-    "shakespeare": Problem(batch=16, loss=2.1, lr=2e-3, evaluated=200),
+    "cifar": Problem(batch=32, loss=1.5, rates=(0.01, 0.03, 0.1), evaluated=500),
+    "shakespeare": Problem(batch=16, loss=2.1, rates=(1e-3, 2e-3, 4e-3), evaluated=200),
 }
 PARTS = (*PROBLEMS,)
 
@@ -104,6 +112,11 @@ class Run:
     evals: list[tuple[float, int, float]] = field(default_factory=list)
     """Time, step and loss."""
 
+    def reached(self, loss: float) -> tuple[float, int]:
+        """After how many seconds and steps an evaluation was no higher than this; infinite ones, and all steps, if none was."""
+        found = next((each for each in self.evals if each[2] <= loss), None)
+        return (math.inf, self.evals[-1][1] if self.evals else 0) if found is None else (found[0] - self.began, found[1])
+
     def hear(self, _peer: str, events: Sequence[Mapping[str, Any]]) -> None:
         for event in events:
             if event.get("kind") == "step":
@@ -113,7 +126,7 @@ class Run:
                 self.evals.append((event["time"], event["step"], event["values"]["eval_loss"]))
 
 
-def bench_compression(parts: Sequence[str] = (), *, data: str | None = None, seed: int = 1) -> Iterator[Case]:
+def bench_compression(parts: Sequence[str] = (), *, data: str | None = None) -> Iterator[Case]:
     """Each problem in `PARTS` (or these): seconds to its loss, steps to it, and milliseconds of a step, beside those without
     compression; and what compression computes in a step. Raises `UsageError`."""
     if unknown := [part for part in parts if part not in PARTS]:
@@ -121,62 +134,78 @@ def bench_compression(parts: Sequence[str] = (), *, data: str | None = None, see
     if data is None:
         raise UsageError("benchmark compression needs --data: a folder with CIFAR-10's binary batches and shakespeare.txt")
     for problem in parts or PARTS:
-        task = task_of(problem, data)
         with tempfile.TemporaryDirectory(prefix="zmqtrain-bench-") as folder:
             profile = Path(folder, "profile.json")
+            task = task_of(problem, data, PROBLEMS[problem].rates[0])
             profile.write_text(json.dumps(profile_of(task, PROBLEMS[problem].batch)), encoding="utf-8")
-            yield from _part(problem, task, profile, seed)
+            yield from _part(problem, data, profile)
 
 
-def _part(problem: str, task: Task, profile: Path, seed: int) -> Iterator[Case]:
-    plain: dict[str, float] = {}
+def _part(problem: str, data: str, profile: Path) -> Iterator[Case]:
+    of, plain = PROBLEMS[problem], dict[str, float]()
+    name = f"seconds to a loss of {of.loss:g}"
     for way, setting in WAYS.items():
-        run = trained(problem, task, profile, f'kind = "allreduce"\n{setting}', seed)
-        loss = PROBLEMS[problem].loss
-        at, step, _ = next((each for each in run.evals if each[2] <= loss), (run.began + CAP_S, 0, 0.0))
-        short = trained(problem, task, profile, SERVERS + setting, seed, steps=SHORT)
+        limit_s = CAP_S if way == "none" else CAP * plain[name]
+        exchange = f'kind = "allreduce"\n{setting}'
+        first: dict[float, Run] = {}
+        for lr in of.rates:  # a rate that is slower than another need not be trained to its end
+            least_s = min((run.reached(of.loss)[0] for run in first.values()), default=math.inf)
+            task = task_of(problem, data, lr)
+            first[lr] = trained(problem, task, profile, exchange, SEEDS[0], limit_s=min(limit_s, least_s))
+        lr = min(first, key=lambda each: first[each].reached(of.loss))
+        task = task_of(problem, data, lr)
+        runs = [first[lr], *(trained(problem, task, profile, exchange, seed, limit_s=limit_s) for seed in SEEDS[1:])]
+        reached = [run.reached(of.loss) for run in runs]
+        short = trained(problem, task, profile, SERVERS + setting, SEEDS[0], steps=SHORT)
         values = {
-            f"seconds to a loss of {loss:g}": (at - run.began, "s"),
-            "steps to it": (float(step), "steps"),
-            "a step": (1e3 * statistics.median(run.steps), "ms"),
+            name: (statistics.median(min(seconds, limit_s) for seconds, _ in reached), "s"),
+            "the fastest seed": (min(min(seconds, limit_s) for seconds, _ in reached), "s"),
+            "the slowest seed": (max(min(seconds, limit_s) for seconds, _ in reached), "s"),
+            "steps to it": (float(statistics.median(steps for _, steps in reached)), "steps"),
+            "learning rate": (lr, ""),
+            "a step": (1e3 * statistics.median(runs[0].steps), "ms"),
             "a step with model servers": (1e3 * statistics.median(short.steps), "ms"),
         }
         for what, (value, unit) in values.items():
             case = f"{problem}, {way}, {what}"
             if way == "none":
                 plain[what] = value
-                yield case_of("compression", case, value, unit, digits=2)
+            if way == "none" or what in ("learning rate", "the fastest seed", "the slowest seed"):
+                yield case_of("compression", case, value, unit, digits=4 if what == "learning rate" else 2)
             else:
                 yield case_of("compression", case, value, unit, "none", plain[what], digits=2)
         if setting:
             yield case_of("compression", f"{problem}, {way}, its own arithmetic", 1e3 * arithmetic_s(task, setting), "ms", digits=2)
 
 
-def task_of(problem: str, data: str) -> Task:
-    """The example's task, evaluated on fewer samples."""
+def task_of(problem: str, data: str, lr: float) -> Task:
+    """The example's task with a learning rate, evaluated on fewer samples."""
     from examples import cifar10, shakespeare
 
     of = PROBLEMS[problem]
-    made = cifar10.task(data, of.lr, momentum=0.9) if problem == "cifar" else shakespeare.task(data, "transformer", of.lr)
+    made = cifar10.task(data, lr, momentum=0.9) if problem == "cifar" else shakespeare.task(data, "transformer", lr)
     held_out: Any = made.eval_data
     step = len(held_out) // of.evaluated
     return replace(made, eval_data=Subset(held_out, range(0, step * of.evaluated, step)))
 
 
-def trained(problem: str, task: Task, profile: Path, exchange: str, seed: int, *, steps: int = 0) -> Run:
-    """A run until the problem's loss, or of so many steps."""
+def trained(problem: str, task: Task, profile: Path, exchange: str, seed: int, *, steps: int = 0, limit_s: float = CAP_S) -> Run:
+    """A run until the problem's loss, for at most ``limit_s`` virtual seconds; or of so many steps."""
     from zmqtrain.simulate.run import Options, simulate
     from zmqtrain.topology.load import parse_topology
 
     of, run, servers = PROBLEMS[problem], Run(), "model_server" in exchange
     until = f'eval_every = {EVALUATE_EVERY}\nuntil = {{ metric = "eval_loss", reaches = {of.loss} }}'
+    length = f"steps = {steps}" if steps else until
     text = _TOPOLOGY.format(
-        seed=seed, hosts=HOSTS, profile=profile, exchange=exchange, limit=CAP_S, length=f"steps = {steps}" if steps else until,
+        seed=seed, hosts=HOSTS, profile=profile, exchange=exchange, limit=START_S + limit_s, length=length,
         groups="groups" if servers else "group_size", batch=of.batch * (1 if servers else HOSTS),
     )  # fmt: skip
     try:
         ending = simulate(parse_topology(text), options=Options(on_report=run.hear, task=task)).ending
     except TimeLimitError:
+        return run
+    if (ending.error or {}).get("type") == "NonFiniteLossError":  # with this learning rate
         return run
     if ending.status != "done":
         raise ZmqTrainError(f"the simulated run of {problem} failed: {ending.error}")

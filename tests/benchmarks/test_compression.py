@@ -16,14 +16,14 @@ from zmqtrain import Task
 from zmqtrain.errors import UsageError
 
 
-def small() -> Task:
+def small(lr: float = 0.5) -> Task:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(64, 8, generator=generator)
     data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
     return Task(
         model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)),
         loss=nn.functional.cross_entropy,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
         train_data=data,
         eval_data=data,
     )
@@ -40,16 +40,19 @@ def test_a_layer_takes_two_operations_for_each_weight_and_place_and_four_back() 
 
 
 def test_a_problem_is_trained_in_each_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(compression.PROBLEMS, "small", Problem(batch=4, loss=10.0, lr=0.5, evaluated=64))
-    monkeypatch.setattr(compression, "task_of", lambda problem, data: small())
+    monkeypatch.setitem(compression.PROBLEMS, "small", Problem(batch=4, loss=10.0, rates=(0.5, 0.1), evaluated=64))
+    monkeypatch.setattr(compression, "task_of", lambda problem, data, lr: small(lr))
     monkeypatch.setattr(compression, "PARTS", ("small",))
+    monkeypatch.setattr(compression, "SEEDS", (1, 2))
+    monkeypatch.setattr(compression, "WAYS", {way: WAYS[way] for way in ("none", "int8")})
     torch.manual_seed(0)
     cases: dict[str, Any] = {case["case"]: case for case in bench_compression(data=str(tmp_path))}
-    for way in WAYS:
+    for way in compression.WAYS:
         case = cases[f"small, {way}, seconds to a loss of 10"]
         assert 0 < case["value"] < compression.CAP_S
         assert case["peer"] == (None if way == "none" else "none")
         assert cases[f"small, {way}, steps to it"]["value"] == compression.EVALUATE_EVERY
+        assert cases[f"small, {way}, learning rate"]["value"] == 0.5  # the first of two that are equally fast
 
 
 def test_its_own_arithmetic_is_measured() -> None:
