@@ -31,6 +31,24 @@ def test_what_a_lost_worker_has_left_comes_first_and_the_batch_stays() -> None:
     assert division.rest(5) == ((), 26)
 
 
+def test_shares_stay_where_the_batch_is_in_proportion_to_the_members() -> None:
+    division = Division([A, B, C], 6, usual=3)
+    division.change(4, [A, C], complete=1)  # steps 2 and 3 go on without B
+    assert division.spans(4, A) == ((14, 16),)
+    assert division.spans(4, C) == ((20, 22),)
+    assert [division.spans(5, life) for life in (A, C)] == [((24, 26),), ((26, 28),)]
+    assert (division.growth(3), division.growth(4)) == (1.0, 2 / 3)
+    theirs = Division.from_value(division.to_value(6), 6, 3)
+    for each in (theirs, division):
+        each.change(6, [A, B, C, D], complete=5)
+        assert each.size(6) == 8
+    assert division.size(5) == 4
+    division.total = 60
+    assert division.rest(6) == ((), 28)
+    assert division.end == 6 + 4
+    assert sum(division.size(step) for step in range(6, 10)) == 32
+
+
 def test_a_step_that_counted_only_for_one_who_is_lost_too_is_given_up() -> None:
     division = Division([A, B, C], 6)
     division.change(4, [A, C], complete=2)  # only A has completed step 2, with B

@@ -76,8 +76,20 @@ def test_all_reduce_says_what_lost_workers_have_left(faults: list[Fault]) -> Non
 
 
 @pytest.mark.parametrize("faults", LOSSES, ids=["none", "one", "back"])
-def test_all_reduce_trains_every_sample_of_an_epoch(faults: list[Fault]) -> None:
-    topology = test_elastic.allreduce(epochs=2, groups=2, size=2)
+def test_where_shares_stay_fewer_samples_are_due_of_fewer_workers(faults: list[Fault]) -> None:
+    """Only of the step in which a worker is lost, and of windows in which one comes, samples are missing."""
+    topology = test_elastic.allreduce(steps=40, job='on_resize = "linear"')
+    found, truth = account_of(topology, faults)
+    assert found["counted"] == sum(truth.summed.values())
+    assert 0 <= found["lost"] <= len(faults) * topology.compute.batch_size * 2
+    kept, _ = account_of(test_elastic.allreduce(steps=40), faults)
+    assert (found["due"] < kept["due"]) == bool(faults)
+
+
+@pytest.mark.parametrize("more", ["", 'on_resize = "sqrt"'])
+@pytest.mark.parametrize("faults", LOSSES, ids=["none", "one", "back"])
+def test_all_reduce_trains_every_sample_of_an_epoch(faults: list[Fault], more: str) -> None:
+    topology = test_elastic.allreduce(epochs=2, groups=2, size=2, job=more)
     found, truth = account_of(topology, faults)
     due = 2 * (60_000 // (2 * 3001)) * 2 * 3001
     assert sum(truth.summed.values()) == due

@@ -302,9 +302,10 @@ def test_all_reduce_among_groups_of_several(every: int) -> None:
         assert all(steps[-1] == FEW - 1 for peer, steps in heard.steps.items() if peer != "worker/1")
 
 
-def test_epochs_of_groups_of_several_end_with_all_their_samples() -> None:
+@pytest.mark.parametrize("more", ["", 'on_resize = "linear"'])
+def test_epochs_of_groups_of_several_end_with_all_their_samples(more: str) -> None:
     for seed in range(3):
-        shape = allreduce(epochs=1, groups=2, size=2, job="restarts = 1")
+        shape = allreduce(epochs=1, groups=2, size=2, job=f"restarts = 1\n{more}")
         found = list(explore(shape, [seed], faults="random"))
         assert [each.broken for each in found if each.broken] == []
 
@@ -332,6 +333,6 @@ def test_others_join_a_run_that_trains(every: int) -> None:
 
 def test_others_join_at_any_moment() -> None:
     for seed in range(3):
-        shape = allreduce(epochs=1, job="max_workers = 6")
+        shape = allreduce(epochs=1, job="max_workers = 6" + seed % 2 * '\non_resize = "sqrt"')
         found = list(explore(shape, [seed], faults="random"))
         assert [each.broken for each in found if each.broken] == []

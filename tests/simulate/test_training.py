@@ -258,17 +258,18 @@ class TestFaults:
         (2, 2, {}),
         (1, 4, {"optimizer": {"clip_norm": 0.3}}),
         (2, 2, {"exchange": {"kind": "allreduce", "staleness": "async", "every": 2}}),
+        (2, 2, {"job": {"on_resize": "linear"}}),
+        (1, 4, {"job": {"on_resize": "sqrt"}, "optimizer": {"clip_norm": 0.3}}),
+        (2, 2, {"job": {"on_resize": "linear"}, "exchange": {"kind": "allreduce", "staleness": "async", "every": 2}}),
     ],
-    ids=["groups", "clipped", "every"],
+    ids=["groups", "clipped", "every", "linear", "sqrt-clipped", "linear-every"],
 )
 def test_all_reduce_without_a_lost_worker_equals_one_process(tmp_path: Path, groups: int, size: int, more: dict[str, Any]) -> None:
     """One process that trains what counted, with the same optimizer. The lost worker comes back."""
     steps, every = 16, more.get("exchange", {}).get("every", 1)
-    sections: dict[str, Any] = {
-        "exchange": {"kind": "allreduce", "staleness": "async"},
-        "job": {"elastic": True, "restarts": 1, "steps": steps},
-    }
-    shape = topology_of(tmp_path, groups, size, **(sections | more))
+    job = {"elastic": True, "restarts": 1, "steps": steps, "on_resize": "keep"} | more.get("job", {})
+    sections: dict[str, Any] = {"exchange": {"kind": "allreduce", "staleness": "async"}} | more | {"job": job}
+    shape = topology_of(tmp_path, groups, size, **sections)
     takes: dict[tuple[str, int], Any] = {}
     counted: dict[int, list[str]] = {}
 
@@ -284,11 +285,19 @@ def test_all_reduce_without_a_lost_worker_equals_one_process(tmp_path: Path, gro
     seed_everything(1)
     model = network()
     optimizer = recipe._optimizer(model.parameters())
+    lr = optimizer.param_groups[0]["lr"]
     for step in range(every - 1, steps, every):
         spans = [
             span for each in range(step - every + 1, step + 1) for peer in counted[step] for span in takes.get((peer, each), ())
         ]
         rows = [place % SAMPLES for start, stop in spans for place in range(start, stop)]
+        due = [peer for peer in {peer for peer, _ in takes} if takes.get((peer, step))]
+        if shape.job.on_resize != "keep":
+            shares = {sum(stop - start for start, stop in takes[peer, step]) for peer in due}
+            assert shares == {groups * shape.compute.batch_size // 4}
+        optimizer.param_groups[0]["lr"] = (
+            lr * {"keep": 1.0, "linear": len(due) / 4, "sqrt": (len(due) / 4) ** 0.5}[job["on_resize"]]
+        )
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(recipe.x[rows]), recipe.y[rows]).backward()
         if shape.optimizer.clip_norm:

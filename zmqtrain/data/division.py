@@ -8,6 +8,8 @@ whoever was lost, and an epoch has all its samples::
     era 0: 3 members, 6 samples a step    step 0: 0..1 2..3 4..5    step 1: 6..7 8..9 - -    the last one is lost in step 1
     era 1: 2 members                      step 2: 10 11 12 | 13 14 15    step 3: 16 17 18 | 19 20 21    ...
 
+Either the batch of a step stays, so that shares grow when members are lost; or shares stay, so that the batch shrinks (``usual``).
+
 A *life* is one process under a worker's name (`zmqtrain.data.slots`).
 """
 
@@ -55,10 +57,12 @@ class Division:
         since: int = 0,
         first: int | None = None,
         left: Sequence[Span] = (),
+        usual: int | None = None,
     ) -> None:
-        """``members``: those who train step ``since``. ``batch``: the samples of a step. ``first`` and ``left``: where the sequence
-        goes on at ``since``, if that is not what follows from the step."""
-        self.batch = batch
+        """``members``: those who train step ``since``. ``batch``: the samples of a step; if ``usual`` is given, of one that so many
+        members divide, and others take in proportion. ``first`` and ``left``: where the sequence goes on at ``since``, if that is
+        not what follows from the step."""
+        self.batch, self._usual = batch, usual
         self.eras = [Era(since, tuple(members), since * batch if first is None else first, tuple(left))]
         self.total: int | None = None
         """The number of samples after which training ends, if that is known."""
@@ -67,8 +71,8 @@ class Division:
         self._gone: dict[Life, int] = {}  # lost -> the first step whose samples it has left
 
     @classmethod
-    def from_value(cls, value: Sequence[Value], batch: int) -> Division:
-        """What `to_value` of another worker has returned. Raises `ProtocolError`."""
+    def from_value(cls, value: Sequence[Value], batch: int, usual: int | None = None) -> Division:
+        """What `to_value` of another worker has returned; ``batch`` and ``usual`` as there. Raises `ProtocolError`."""
         eras = []
         for each in value:
             match each:
@@ -79,7 +83,7 @@ class Division:
                     raise ProtocolError(f"{each!r:.100} does not say how samples are divided")
         if not eras:
             raise ProtocolError("a division of samples needs at least one era")
-        division = cls(eras[0].members, batch)
+        division = cls(eras[0].members, batch, usual=usual)
         division.eras = eras
         return division
 
@@ -112,6 +116,17 @@ class Division:
     def _part(self, era: Era, step: int, life: Life) -> Span:
         start, stop = self._bounds(era, step)
         return even_bounds(stop - start, len(era.members), era.members.index(life))
+
+    def full(self, step: int) -> int:
+        """The number of samples of a step that is not the last one."""
+        return self._batch(self.at(step))
+
+    def _batch(self, era: Era) -> int:
+        return self.batch if self._usual is None else in_proportion(self.batch, len(era.members), self._usual)
+
+    def growth(self, step: int) -> float:
+        """How many times as many samples as ``batch`` a full step has because of the number of its members."""
+        return 1.0 if self._usual is None else len(self.at(step).members) / self._usual
 
     def size(self, step: int) -> int:
         """The number of samples of a step."""
@@ -149,8 +164,9 @@ class Division:
 
     def _bounds(self, era: Era, step: int) -> Span:
         """The samples of a step, counted from the first of its era."""
-        start = (step - era.since) * self.batch
-        stop = start + self.batch
+        batch = self._batch(era)
+        start = (step - era.since) * batch
+        stop = start + batch
         if self.total is not None and step >= era.since:
             whole = self._whole(era)
             start, stop = min(start, whole), min(stop, whole)
@@ -171,8 +187,13 @@ class Division:
         if self.total is None:
             return None
         era = self.eras[-1]
-        full, more = divmod(self._whole(era), self.batch)
+        full, more = divmod(self._whole(era), self._batch(era))
         return era.since + full + (more >= len(era.members))
+
+
+def in_proportion(batch: int, members: int, usual: int) -> int:
+    """The samples of a step for ``members`` workers, if it has ``batch`` for the usual number of them."""
+    return max(1, round(batch * members / usual))
 
 
 def length_of(spans: Iterable[Span]) -> int:

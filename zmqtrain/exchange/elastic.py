@@ -78,6 +78,7 @@ class ElasticMembers:
         *,
         recorder: Recorder,
         divided: int | None = None,
+        usual: int | None = None,
         every: int = 1,
         spares: int = 0,
         groups: Sequence[Sequence[PeerId]] = (),
@@ -87,13 +88,14 @@ class ElasticMembers:
         Args:
             workers: all workers that the run can have, by rank.
             divided: the samples of a step, if all workers train in step and divide these.
+            usual: those are for so many workers, and others take as many more or fewer. ``None``: they stay.
             every: their gradients are summed in the last of so many steps.
             spares: how many of the workers, the last ones, may come later.
             groups: those that form teams, if groups of several workers train batches of their own (`zmqtrain.data.teams`).
             repeats: a group that has lost a worker trains the step once more that it had under way.
         """
         self.repeats = repeats
-        self._divided, self._every = divided, every
+        self._divided, self._usual, self._every = divided, usual, every
         self.divides = divided is not None
         self.late = membership.late
         self._endpoint, self._membership, self._workers, self._timeouts = endpoint, membership, workers, timeouts
@@ -179,7 +181,7 @@ class ElasticMembers:
             return
         self.begins = since
         start, members = self._plan(since)
-        division = Division(list(members.items()), self._divided, since=since, first=first, left=left)
+        division = Division(list(members.items()), self._divided, since=since, first=first, left=left, usual=self._usual)
         for (step, others), complete in zip(self._plans, self._complete, strict=True):
             if step > start:
                 division.change(step, list(others.items()), complete)
@@ -194,7 +196,7 @@ class ElasticMembers:
     def take_division(self, step: int, value: Value) -> None:
         match value:
             case [int(version), [*eras]] if self._divided is not None:
-                division = Division.from_value(eras, self._divided)
+                division = Division.from_value(eras, self._divided, self._usual)
             case _:
                 raise ProtocolError(f"{value!r:.100} does not say how samples are divided")
         self.begins = step

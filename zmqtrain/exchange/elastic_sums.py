@@ -191,7 +191,7 @@ class ElasticSums:
         assert now.samples is not None, "all sums are complete"
         division = self._members.division
         assert division is not None
-        usual = self._every * division.batch
+        usual = sum(division.full(step) for step in range(max(0, now.step - self._every + 1), now.step + 1))
         if len(now.members) != len(self._members.at(now.step)) or now.samples.result() != usual:
             samples = now.samples.result()
             self._recorder.event("counted", step=now.step, members=list(now.members), samples=samples)

@@ -21,6 +21,7 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
     if elastic and context.membership is not None:
         exchange, placement = context.topology.exchange, context.placement
         groups = placement.groups
+        keeps = context.topology.job.on_resize == "keep"
         teams = exchange.kind == "model_server" and placement.group_size > 1
         return ElasticMembers(
             context.endpoint,
@@ -29,6 +30,7 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
             context.timeouts,
             recorder=context.recorder,
             divided=groups * context.topology.compute.batch_size if exchange.kind == "allreduce" else None,
+            usual=None if keeps else context.topology.compute.workers,
             every=exchange.every_steps(groups),
             spares=len(placement.spares),
             groups=[placement.group_members(group) for group in range(groups)] if teams else (),

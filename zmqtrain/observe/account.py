@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zmqtrain.data.division import in_proportion
 from zmqtrain.observe.sums import SUMS, fields_of
 from zmqtrain.topology.schema import Topology
 
@@ -76,15 +77,25 @@ class SampleAccount:
             counted = min(fewest for fewest, _ in self._served.values()) * batch
         elif summed:
             every = topology.exchange.every_steps(groups)
-            due = max(0, until - until % every - self._first) * groups * batch  # steps after the last exchange are not applied
-            usual = every * groups * batch
             exchanges = range(self._first // every * every + every - 1, self._steps, every)
-            counted = min(due, sum(self._counted.get(step, usual) for step in exchanges))
+            usual = {step: sum(self._usual(topology, each) for each in range(step - every + 1, step + 1)) for step in exchanges}
+            # Steps after the last exchange are not applied.
+            if whole or topology.job.on_resize == "keep":
+                due = max(0, until - until % every - self._first) * groups * batch
+            else:
+                due = sum(usual.values())
+            counted = min(due, sum(self._counted.get(step, size) for step, size in usual.items()))
         elif topology.elastic:
             counted = batch * sum(self._members(step, groups) for step in range(self._first, until))
         lost, repeated = max(0, due - counted), max(0, counted - due)
         why = self._why(topology, lost, whole=whole, done=done) if lost else None
         return {"due": due, "counted": counted, "repeated": repeated, "lost": lost, "why": why}
+
+    def _usual(self, topology: Topology, step: int) -> int:
+        """The samples of a full step of all workers that divide it."""
+        batch, workers = topology.compute.groups * topology.compute.batch_size, topology.compute.workers
+        keeps = topology.job.on_resize == "keep"
+        return batch if keeps else in_proportion(batch, self._members(step, workers), workers)
 
     def _members(self, step: int, groups: int) -> int:
         """How many workers train a step."""

@@ -127,6 +127,13 @@ class Job(Section):
         "all-reduce, unless a grid divides the model or gradients are compressed; with all-reduce, gradients then travel in "
         "messages also within a host.",
     )
+    on_resize: Literal["keep", "sqrt", "linear"] = Field(
+        default="keep",
+        description="For elastic all-reduce: what a changed number of workers changes. keep: the batch of a step stays, so workers "
+        "take larger or smaller shares, and the learning rate stays. sqrt, linear: each worker's share stays, so the batch has "
+        "as many more or fewer samples as there are workers, and the learning rate is multiplied by that factor (linear) or its "
+        "square root.",
+    )
     restarts: int = Field(
         default=0, ge=0, le=1000, description="How many times each worker of an elastic run is restarted after it was lost."
     )
@@ -166,6 +173,10 @@ class Job(Section):
         if self.steps is None and self.epochs is None and self.until is None:
             object.__setattr__(self, "epochs", 1)
         return self
+
+    def resized_rate(self, growth: float) -> float:
+        """The factor for learning rates if a step has ``growth`` times as many samples as with the workers of the file."""
+        return {"keep": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[self.on_resize]
 
     @property
     def port_range(self) -> tuple[int, int] | None:

@@ -74,6 +74,12 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
     elif job.min_workers is not None and job.min_workers > topology.compute.workers:
         text = f"min_workers is {job.min_workers}, but the run has {topology.compute.workers} workers"
         yield rule(text, ("job", "min_workers"), ("compute", "groups"))
+    if job.on_resize != "keep" and not (topology.elastic and topology.exchange.kind == "allreduce"):
+        text = (
+            "on_resize is for elastic all-reduce, whose workers divide the batch of a step: set elastic = true and kind = "
+            '"allreduce", or remove on_resize'
+        )
+        yield rule(text, ("job", "on_resize"), ("job", "elastic"), ("exchange", "kind"))
     if topology.elastic and job.max_workers is not None:
         yield from _others(topology, job.max_workers)
 

@@ -25,12 +25,14 @@ class BucketOptimizers:
         self._optimizer = optimizer
         self._parts = [_part(optimizer, parameters) for parameters in buckets]
 
-    def prepare(self, index: int) -> None:
-        """The bucket's next step uses the hyperparameters as they are now."""
+    def prepare(self, index: int, rate: float = 1.0) -> None:
+        """The bucket's next step uses the hyperparameters as they are now, with ``rate`` times the learning rate."""
         for number, group in self._parts[index][1]:
             now = self._optimizer.param_groups[number]
             # A schedule changes a tensor in place, perhaps before the step is made.
             group.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in now.items() if k != "params"})
+            if rate != 1.0:
+                group["lr"] = now["lr"] * rate
 
     def step(self, index: int) -> None:
         """Update the bucket's parameters by their gradients."""

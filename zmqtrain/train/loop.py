@@ -17,6 +17,7 @@ from typing import Any
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
+from zmqtrain.data.division import length_of
 from zmqtrain.errors import CheckpointError, PeerLostError, TaskError, UsageError, ZmqTrainError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Exchange, RunModel
@@ -104,6 +105,9 @@ class TrainLoop:
             for _ in range(first):
                 work.after_step()
         self._samples = first * self._job_batch * self._context.placement.groups
+        if members.division is not None:
+            left, taken = members.division.rest(first)
+            self._samples = taken - length_of(left)
         if members.slots is not None:
             members.slots.steps, members.slots.total = members.limits
         if members.division is not None:

@@ -46,6 +46,7 @@ from zmqtrain.train.loss_scale import LossScale
 from zmqtrain.train.optimizer_state import load_optimizer_state, optimizer_state
 from zmqtrain.train.random_state import drawn_alike
 from zmqtrain.train.replica_memory import HeldBucket, ReplicaMemory, nothing, views_of
+from zmqtrain.train.resized_rate import multiplied
 from zmqtrain.train.rows import rows_of, rows_of_bucket
 from zmqtrain.train.shared import Allocate, allocate_privately
 from zmqtrain.train.task import user_code
@@ -150,6 +151,8 @@ class TorchReplica:
         self.divisor = 1.0
         """The divisor of gradients when they are handed over."""
         self.loss_scale: LossScale | None = None
+        self.rate = self.next_rate = 1.0
+        """Factors for the learning rates in this step, and in the one that begins next."""
         """If losses are scaled depending on gradients: judges gradients, and skips updates by bad ones."""
         self.holding = False
         """Gradients are the caller's own tensors, which it copies into the buckets (`ReplicaMemory.fill_gradients`) before they are
@@ -256,7 +259,7 @@ class TorchReplica:
 
     def begin_step(self, step: int) -> None:
         """A forward of this step comes next."""
-        self._step, self.waited_s = step, 0.0
+        self._step, self.waited_s, self.rate = step, 0.0, self.next_rate
         self._layers.begin_forward()
 
     def forward(self) -> AbstractContextManager[object]:
@@ -402,7 +405,7 @@ class TorchReplica:
                 self._complete(index)
             elif do is Do.NOTE:
                 assert self._optimizers is not None
-                self._optimizers.prepare(index)
+                self._optimizers.prepare(index, self.rate)
             elif do is Do.UPDATE:
                 self._update_bucket(index)
             else:
@@ -532,7 +535,7 @@ class TorchReplica:
             if self.settings.clip_norm > 0:
                 self.clip_norm(self.settings.clip_norm)
             own = nullcontext() if is_torchs_own(self.optimizer) else self._drawn_alike()
-            with user_code("the optimizer's step()"), own:
+            with user_code("the optimizer's step()"), own, multiplied(self.optimizer, self.rate):
                 self.optimizer.step()
         if staging is None:
             for index in range(len(self._held)):

@@ -58,6 +58,7 @@ from zmqtrain.train.parameter_hooks import require_linear_hooks
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.remote_layers import RemoteLayers, Step
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
+from zmqtrain.train.resized_rate import require_rates
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope, Shares, draws_of, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
@@ -159,6 +160,8 @@ class TorchWork:
             )
         if settings.precision == "float16":
             self._replica.loss_scale = LossScale()
+        if context.topology.job.on_resize != "keep":
+            require_rates(self._replica.optimizer)
         timeout_s = context.timeouts.barrier_s
         self._bridge = Bridge(device.condition(), device.clock, 2 * timeout_s)
         self._replica.also_abort(self._bridge.abort)
@@ -288,6 +291,8 @@ class TorchWork:
         if self._ordinary is not None:
             batch = await self._device.run(partial(batch.to, self._device.torch_device))
             await self._verify(self._ordinary, batch)
+        if self._members.division is not None:
+            self._replica.next_rate = self._context.topology.job.resized_rate(self._members.division.growth(step))
         batches = self._batches
         group_batch, own = batches.group_samples(step), batches.own_group_samples(step)
         compute = partial(self._step, step, batch, hand_over=hand_over, group_batch=group_batch, group_samples=own)
@@ -324,7 +329,7 @@ class TorchWork:
 
     @property
     def lr(self) -> float | None:
-        return float(self._replica.optimizer.param_groups[0]["lr"])
+        return float(self._replica.optimizer.param_groups[0]["lr"]) * self._replica.rate
 
     async def compare(self, done: int, first: int) -> None:
         if done != first + LOSSES_TRIED or self._fabric is not None or self._members.late:
