@@ -12,6 +12,7 @@ a step is stated.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import statistics
@@ -205,6 +206,8 @@ def trained(problem: str, task: Task, profile: Path, exchange: str, seed: int, *
         ending = simulate(parse_topology(text), options=Options(on_report=run.hear, task=task)).ending
     except TimeLimitError:
         return run
+    finally:
+        gc.collect()  # models and data of all workers, which are in cycles
     if (ending.error or {}).get("type") == "NonFiniteLossError":  # with this learning rate
         return run
     if ending.status != "done":
