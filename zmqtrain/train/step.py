@@ -23,6 +23,7 @@ from zmqtrain.train.unreached import unreached_warning
 from zmqtrain.train.weighting import (
     LOSSES_TRIED,
     WeightSums,
+    depends_beside_rows,
     ignores,
     mean_of,
     of_model,
@@ -199,10 +200,11 @@ class TrainStep:
         if not self._models and of_model(loss, output):
             self._models = True
             require_none_ignored_by_model(part.target)
-        if self._tries and part.samples > 1 and loss.numel() == 1:
+        if self._tries and loss.numel() == 1:
             self._tries -= 1
-            if self._models or not require_mean(self._loss, output, part.target, part.samples, loss.detach()):
-                require_mean_of_model(self._loss, part, self._replica.model)
+            looks = not self._models and require_mean(self._loss, output, part.target, part.samples, loss.detach())
+            if part.samples > 1 and (not looks or depends_beside_rows(loss, output, part.samples)):
+                require_mean_of_model(self._loss, part, self._replica.model, itself=not looks)
 
 
 def _describe(loss: Callable[..., Any] | object) -> str:
