@@ -208,8 +208,16 @@ class _Halves:
 
     def __str__(self) -> str:
         if self.repeated is not None and replace(self, repeated=None).mean:
-            return f"it is {self.whole:.6g} for {self.samples} samples, but {self.repeated:.6g} if each of them comes {2 if self.samples > 2 else 3} times."
+            times = _times(self.samples)
+            return (
+                f"it is {self.whole:.6g} for {self.samples} samples, but {self.repeated:.6g} if each of them comes {times} times."
+            )
         return f"it is {self.whole:.6g} for {self.samples} samples, but {self.first:.6g} and {self.second:.6g} for their halves."
+
+
+def _times(samples: int) -> int:
+    """How often each sample comes in a trial. If it came twice, one sample alone would only have itself to be compared with."""
+    return 2 if samples > 2 else 3
 
 
 def tried_on_halves(measure: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, value: Any) -> _Halves | None:
@@ -223,7 +231,7 @@ def tried_on_halves(measure: Callable[[Any, Any], Any], output: Any, target: Any
     half = samples // 2
     every = slice(0, samples)
     parts: list[slice | list[int]] = [slice(0, half) if half else every, slice(half, samples), every, every]
-    again_and_again = [*range(samples)] * (2 if samples > 2 else 3)  # twice, one sample alone would only have itself
+    again_and_again = [*range(samples)] * _times(samples)
 
     def tried(convert: Callable[[Any], Any], *, rounded: bool) -> _Halves | None:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
