@@ -101,6 +101,14 @@ def test_samples_that_change_each_others_gradients_are_seen(name: str) -> None:
     assert couples(COUPLED[name](output, target), [output])
 
 
+def test_outputs_of_other_batches_do_not_count() -> None:
+    scores, target = batch(6, 1)
+    output = scores @ torch.eye(3)
+    others = [torch.randn(12, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)]
+    assert couples(COUPLED["redundancy of features"](output, target), [*others, output])
+    assert not couples(entropy(output, target), [*others, output])
+
+
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_is_left_alone(name: str) -> None:
     found: set[tuple[int, float]] = set()

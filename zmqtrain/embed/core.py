@@ -487,6 +487,7 @@ class Core:
             here = self.context.membership.view.members
             await self._other_loops.tell(self.replicated.step, self.replicated.scope.sums, here)
             self.replicated.check_weights()
+            self.replicated.require_steps()
             step = await self._part.ended(alike=exchange.synchronous or exchange.averaged)
             await self._part.become_run_model("finish")
             if self.divided is not None:

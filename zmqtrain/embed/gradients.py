@@ -42,7 +42,9 @@ MIXED = (
 GONE = (
     "this gradient is on its way to the other workers since backward() returned, and is only this worker's part. To read or "
     "change gradients between backward() and optimizer.step(), call session.replicate(model, optimizer, overlap=False): gradients "
-    "are then the same on all workers, and whole, as soon as backward() returns"
+    "are then the same on all workers, and whole, as soon as backward() returns. If it is the step() of an optimizer that was not "
+    "given to session.replicate(): only the one that was given may make steps, in the whole session (its settings, in "
+    "optimizer.param_groups, may change)"
 )
 
 

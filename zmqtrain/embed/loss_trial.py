@@ -54,9 +54,11 @@ def couples(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
 
     ``outputs`` of the model have a row for each sample. If the loss cannot be differentiated twice, distances between all pairs of
     rows say so. Does nothing if the user has hooks that would be called."""
+    samples = len(outputs[-1]) if outputs else 0
+    outputs = [output for output in outputs if len(output) == samples and output.numel()]  # others are of another batch
     if not outputs or any(output._backward_hooks for output in outputs):
         return False
-    half = len(outputs[0]) // 2
+    half = samples // 2
     try:
         with torch.enable_grad():
             first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)

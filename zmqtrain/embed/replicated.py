@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.embed.gradients import MIXED, GoneGradient, Watch, WatchedGradient, plain
@@ -56,6 +56,8 @@ T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, T], str], T]
 #: The number of watched steps: the second one begins with the gradients that the first has left.
 WATCHED_STEPS = 2
+#: After so many backwards in a session's first step, one looks whether the loop makes steps of its own.
+BACKWARDS_WITHOUT_STEP = 8
 HOLD = "call session.replicate(model, optimizer, overlap=False)"
 
 
@@ -130,6 +132,8 @@ class Replicated:
         self._trials = 0 if scope.alone or divided is not None else LOSSES_TRIED
         self._stepped: WeakSet[Optimizer] = WeakSet()  # other optimizers that have made steps since the last of this one
         self._stepped_before: WeakSet[Optimizer] = WeakSet()
+        self._before_other = first_step  # the step when another optimizer began its own
+        self._version = sum(parameter._version for parameter in replica.parameters)
         self._thread = 0  # where the model's last forward was
         self._looks = STEPS_LOOKED_AT  # so many losses are looked at, if that means waiting for a device
         self._updating = False  # the replica runs the local optimizer
@@ -226,6 +230,7 @@ class Replicated:
         self._undo.append(forward.remove)
         self._adopt()
         if not self.scope.alone:
+            self._undo.append(register_optimizer_step_pre_hook(self._other_steps).remove)
             self._undo.append(register_optimizer_step_post_hook(self._other_stepped).remove)
         if not self.scope.alone and self._divided is None:
             self._undo.append(watch_backward(self._look_at))
@@ -268,9 +273,34 @@ class Replicated:
         if samples is not None and len(self._outputs) < MOST_OUTPUTS:
             self._outputs += rows_of(output, samples)
 
-    def _other_stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+    def _other_steps(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
         if optimizer is not self.replica.optimizer and threading.get_ident() == self._thread:
-            self._stepped.add(optimizer)
+            self._before_other = self.step
+
+    def _other_stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        if optimizer is self.replica.optimizer or threading.get_ident() != self._thread:
+            return
+        self._stepped.add(optimizer)
+        if self._updating or self.step != self._before_other:  # the replicated one calls it, or is called by it
+            return
+        own = set(map(id, self.replica.parameters))
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise TaskError(
+                f"the step() of another optimizer ({type(optimizer).__name__}) than the one that was given to session.replicate() "
+                "has changed the model's parameters, and the other workers do not know of that step. Give session.replicate() the "
+                "optimizer whose step() is called, and keep it: an optimizer cannot be replaced in a session, but its settings in "
+                "optimizer.param_groups can"
+            )
+
+    def require_steps(self) -> None:
+        """Raise `TaskError` if the loop trains without ``optimizer.step()``."""
+        changed = sum(parameter._version for parameter in self.replica.parameters) != self._version
+        if self.step == self.first_step and self._backwards and changed and not self._stopped:
+            raise TaskError(
+                "the loop changes the model's parameters after backward(), but never calls optimizer.step(), so the workers do not "
+                "know of its steps: no model is left, and groups do not exchange theirs. Make the change in the step() of an "
+                "optimizer, a subclass of torch.optim.Optimizer, and give that one to session.replicate()"
+            )
 
     def _of_others(self) -> tuple[float, float]:
         """Sum and norm of what other optimizers train, for those that have made steps before: others may be of a single batch. Once
@@ -361,6 +391,8 @@ class Replicated:
         self._in_backward = False
         if self.held:
             self._backwards += not self._only_adding
+            if self._backwards == BACKWARDS_WITHOUT_STEP:
+                self.require_steps()
             self._whole.end_backward(self._weight(), only_adding=self._only_adding)
             return
         for name, parameter in self.replica.named.items():
