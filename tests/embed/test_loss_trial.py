@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.embed.world import run_sessions, topology_of
-from zmqtrain.embed.loss_graph import not_a_mean
-from zmqtrain.embed.loss_trial import Constants, constants_of, couples, rows_of
 from zmqtrain.embed.session import Session
 from zmqtrain.errors import TaskError
+from zmqtrain.train.loss_graph import not_a_mean
+from zmqtrain.train.loss_trial import Constants, constants_of, couples, rows_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 PAIR = topology_of(compute={"groups": 1, "group_size": 2})
@@ -83,6 +83,8 @@ MEANS: dict[str, Loss] = {
     "hardest class": lambda s, t: (s.max(1).values - s.gather(1, t[:, None])[:, 0]).clamp(min=0).mean(),
     "of sums over classes": lambda s, t: (s - 1).square().sum() / len(s),
     "mean over samples, then over classes": lambda s, t: s.square().mean(0).mean(),
+    "mean of losses": lambda s, t: torch.stack([entropy(s, t), s.square().mean(), s.abs().mean(), s.mean()]).mean(),
+    "mean over classes of a mean": lambda s, t: (torch.cat([s] * 4, 1).mean(0) * 2 - 1).mean(),
     "centered": lambda s, t: (s - s.detach().mean(0)).square().mean(),
     "penalty of weights": lambda s, t: entropy(s, t) + 0.1 * WEIGHT.square().mean() + WEIGHT.abs().max() + WEIGHT.norm(),
     "scaled by a mean of each sample": lambda s, t: (s.mean(1) * (t + 1.0)).mean(),

@@ -397,3 +397,35 @@ async def test_the_balance_of_experts_is_refused_and_a_mean_is_not(returned: boo
 
     assert any("what the model computes of all samples together" in str(error) for error in await errors(balanced=True))
     assert not await errors(balanced=False)
+
+
+class Lengths(torch.utils.data.Dataset[Any]):
+    """Sequences of different lengths."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, number: int) -> Any:
+        generator = torch.Generator().manual_seed(number)
+        length = 1 + number % 5
+        return torch.randn(length, 6, generator=generator, dtype=torch.float64), torch.randint(3, (length,), generator=generator)
+
+
+@pytest.mark.parametrize("by_sample", [True, False])
+async def test_a_mean_over_tokens_of_batches_with_lengths_of_their_own_is_refused(by_sample: bool) -> None:
+    def padded(samples: list[Any]) -> Any:
+        inputs, target = zip(*samples, strict=True)
+        pad = nn.utils.rnn.pad_sequence
+        return pad(list(inputs), batch_first=True), pad(list(target), batch_first=True, padding_value=-1)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        tokens = cross_entropy(output.flatten(0, 1), target.flatten().clamp(min=0), reduction="none").view(target.shape)
+        there = target >= 0
+        return ((tokens * there).sum(1) / there.sum(1)).mean() if by_sample else tokens.mean()
+
+    recipe = Recipe(loss=loss, train_data=Lengths(), eval_data=None, collate=padded)
+    shape = {"groups": 2, "group_size": 1, "batch_size": 4}
+    result = await run(
+        topology_of(job={"steps": 3}, compute=shape, data={"shuffle": "none"}, exchange={"kind": "allreduce"}), recipe
+    )
+    assert by_sample != any("elements for each sample" in str(error) for error in result.errors.values())

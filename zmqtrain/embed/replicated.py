@@ -35,14 +35,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.embed.gradients import MIXED, GoneGradient, Watch, WatchedGradient, plain
 from zmqtrain.embed.guards import LOCAL, Guards, check_hooks, checksum, settings_of
-from zmqtrain.embed.loss_graph import not_a_mean, watch_backward
-from zmqtrain.embed.loss_trial import MOST_OUTPUTS, OF_SAMPLES, Constants, constants_of, couples, foreign_parameters, rows_of
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.scope import Scope, StepState, sum_and_norm, tolerance_of
 from zmqtrain.embed.whole_gradients import WholeGradients
 from zmqtrain.errors import TaskError
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.train.hooks import OwnHook
+from zmqtrain.train.loss_graph import not_a_mean, watch_backward
+from zmqtrain.train.loss_trial import MOST_OUTPUTS, OF_SAMPLES, Constants, constants_of, couples, foreign_parameters, rows_of
 from zmqtrain.train.own_samples import buffers_warning, differing_buffers, own_buffers
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.step import STEPS_LOOKED_AT

@@ -10,8 +10,8 @@ import torch
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
-from zmqtrain.embed.loss_trial import DIFFERENT_CONSTANTS, Constants
 from zmqtrain.errors import TaskError
+from zmqtrain.train.loss_trial import DIFFERENT_CONSTANTS, Constants
 from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload

@@ -118,6 +118,24 @@ def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samp
     return not found.alike
 
 
+def require_same_counts(before: list[tuple[str, float]], now: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Raise `TaskError` if a loss is a mean over other numbers of elements for each sample than ``before``, for as many samples
+    (the first entry). Returns those of ``now``.
+
+    It is then a mean over all tokens or pixels of a batch, and each worker's batch is as long as its own longest sample."""
+    if [kind for kind, _ in before] != [kind for kind, _ in now] or before[:1] != now[:1]:
+        return now
+    for (_, one), (_, other) in zip(before, now, strict=True):
+        if one != other:
+            raise TaskError(
+                f"the loss is a mean over {other:g} elements for each sample, and of the batch before it over {one:g}: batches are "
+                "as long as their own longest sample, so a worker with shorter ones would count each element more. Return the pair "
+                "(sum, weight) from Task.loss, with the number of elements that count; or the mean for each sample, and then over "
+                "samples; or let the collate function pad all samples to one length"
+            )
+    return now
+
+
 def require_mean_of_model(loss: Callable[[Any, Any], Any], batch: Batch, model: nn.Module, *, itself: bool = True) -> None:
     """Raise `TaskError` if a loss that the model computes ``itself``, or a part of it, is not the mean over samples.
 

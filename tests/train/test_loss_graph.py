@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zmqtrain.embed.loss_graph import not_a_mean, watch_backward
+from zmqtrain.train.loss_graph import not_a_mean, watch_backward
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 CLASSES = torch.tensor([0.2, 1.0, 5.0])

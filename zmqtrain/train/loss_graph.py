@@ -2,7 +2,7 @@
 
 A worker's ``loss.backward()`` counts by its number of samples, which is right for the mean loss of these. Torch's loss functions
 keep in the graph what they were given: class weights, how many targets counted, sums. What values tell beside this is in
-`zmqtrain.embed.loss_trial`.
+`zmqtrain.train.loss_trial`.
 """
 
 from __future__ import annotations

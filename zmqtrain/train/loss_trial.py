@@ -1,6 +1,6 @@
 """Losses that are no mean over a worker's samples, as far as only values show it.
 
-Two things are looked at, beside what the kinds of a loss's operations tell (`zmqtrain.embed.loss_graph`):
+Two things are looked at, beside what the kinds of a loss's operations tell (`zmqtrain.train.loss_graph`):
 
 *second derivatives*: in a mean over samples no sample changes the gradient of another one. In a loss of pairs, of correlations or
 of batch statistics it does (`couples`);
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from zmqtrain.data.nested import leaves
-from zmqtrain.embed.loss_graph import ADDS, BENDS, MEAN, MOST_NODES, kind_of, of_weights
+from zmqtrain.train.loss_graph import ADDS, BENDS, MEAN, MOST_NODES, SCALES, kind_of, of_weights
 
 #: A constant with more elements is not compared.
 MOST_ELEMENTS = 4096
@@ -122,6 +122,12 @@ class Constants:
             self.value += value * (1.0 + self.kinds % 1021 / 1021)
 
 
+def counts_of(loss: Tensor, samples: int) -> list[tuple[str, float]]:
+    """Over how many elements for each of the ``samples`` the loss is a mean, for each mean in it."""
+    found = constants_of(loss, samples, read=False)
+    return [(kind, count) for kind, count in found if kind in ("mean", "Mean") and count == round(count)]
+
+
 def constants_of(loss: Tensor, samples: int | None, *, read: bool) -> list[tuple[str, float]]:
     """What of the loss must be the same on all workers, in the order of its graph.
 
@@ -152,7 +158,7 @@ class _Walk:
             return
         if kind == "Mean" and not hasattr(node, "_saved_dim"):
             count = int(node._saved_self_sym_numel)  # type: ignore[attr-defined]
-            self.found.append((kind, count if of_weights(node) else self._count(count)))
+            self.found.append((kind, count if of_weights(node) or _is_without_rows(node) else self._count(count)))
         elif kind in ("Div", "Mul", "Dot"):
             self._of_factor(node, kind)
         elif kind not in ADDS | BENDS | {"Mean", "Sum", "Stack", "Rsub"}:
@@ -193,6 +199,15 @@ class _Walk:
         exact = value.detach().double().reshape(-1)
         total = float(_mixture(exact) if exact.numel() > 1 else exact.sum())
         self.found.append((kind, self._count(total) if kind == "divisor" else total))
+
+
+def _is_without_rows(node: Node, left: int = 8) -> bool:
+    """Whether this is computed, element by element, of means over samples or of several losses, so that no row is a sample's."""
+    children = [child for child, _ in node.next_functions if child is not None]
+    if any(kind_of(child) == "Stack" or _is_of_the_batch(child) for child in children):
+        return True
+    through = [child for child in children if kind_of(child) in ADDS | SCALES | BENDS]
+    return left > 0 and any(_is_without_rows(child, left - 1) for child in through)
 
 
 def _is_of_the_batch(node: Node | None) -> bool:
