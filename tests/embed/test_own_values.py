@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.embed.world import run_sessions, topology_of
+from zmqtrain.embed.gradients import GoneGradient
 from zmqtrain.embed.session import Session
 from zmqtrain.errors import TaskError
 
@@ -163,3 +164,12 @@ def test_a_loop_without_steps_of_an_optimizer_is_refused(steps: int) -> None:
     with pytest.raises(TaskError, match=r"never calls optimizer\.step\(\)"):
         run_sessions(PAIR, program)
     assert max(made) < 8
+
+
+def test_a_gradient_that_is_gone_stays_when_the_model_is_laid_out_anew() -> None:
+    """``model.to(memory_format=torch.channels_last)`` in mid-training."""
+    layer = nn.Conv2d(1, 2, 2)
+    gone = GoneGradient(layer.weight)
+    layer.weight.grad = gone
+    layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert layer.weight.grad is gone

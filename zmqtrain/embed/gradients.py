@@ -64,7 +64,8 @@ class GoneGradient(Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if func in CONVERSIONS:
             gone = args[0]
-            like = func(torch.empty(0, dtype=gone.dtype, device=gone.device), *args[1:], **(kwargs or {}))
+            how = {name: value for name, value in (kwargs or {}).items() if name != "memory_format"}  # there is nothing to lay out
+            like = func(torch.empty(0, dtype=gone.dtype, device=gone.device), *args[1:], **how)
             if (like.dtype, like.device) == (gone.dtype, gone.device):
                 return gone  # it stays as it is
             raise TaskError(CONVERTED)
