@@ -66,11 +66,11 @@ def couples(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
             if not mixed:
                 return False
             second = torch.autograd.grad(torch.stack(mixed).sum(), outputs, retain_graph=True, allow_unused=True)
+        found = [each.detach() for each in second if each is not None]
+        of_others = max((float(each[half:].abs().max()) for each in found), default=0.0)
+        of_all = max((float(each.abs().max()) for each in found), default=0.0)
     except Exception:  # noqa: BLE001 - the loss has been computed, and that is all that is asked of it
         return loss.grad_fn is not None and _has_distances(loss.grad_fn)
-    found = [each.detach() for each in second if each is not None]
-    of_others = max((float(each[half:].abs().max()) for each in found), default=0.0)
-    of_all = max((float(each.abs().max()) for each in found), default=0.0)
     return of_others > 1e-4 * of_all
 
 
