@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.embed.world import run_sessions, topology_of
+from zmqtrain.embed.gradients import GoneGradient
 from zmqtrain.embed.session import Session
+from zmqtrain.errors import TaskError
 
 PAIR = topology_of(compute={"groups": 1, "group_size": 2})
 
@@ -95,3 +97,79 @@ def test_other_optimizers_may_train_the_same_everywhere_or_something_of_one_batc
         return trained(session, model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
 
     run_sessions(PAIR, program)
+
+
+@pytest.mark.parametrize("overlap", [None, False, True])
+@pytest.mark.parametrize("replaced", [1, 3])
+@pytest.mark.parametrize("kind", ["allreduce", "gossip"])
+def test_an_optimizer_that_was_not_replicated_makes_no_steps(overlap: bool | None, replaced: int, kind: str) -> None:
+    """It would not be noticed that groups stop to average, in gossip."""
+
+    def program(session: Session) -> None:
+        model = nn.Linear(6, 3)
+        model, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap=overlap)
+        for step in range(5):
+            if step == replaced:
+                optimizer = torch.optim.AdamW(model.parameters())  # type: ignore[assignment]
+            inputs, target = batch(session, step)
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), target).backward()
+            optimizer.step()
+
+    topology = topology_of(compute={"groups": 2, "group_size": 2}, exchange={"kind": kind})
+    with pytest.raises(TaskError, match=r"given to session\.replicate\(\).*optimizer\.param_groups"):
+        run_sessions(topology, program)
+
+
+def test_an_optimizer_around_the_replicated_one_may_make_steps() -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step()
+
+    def program(session: Session) -> int:
+        model = nn.Linear(6, 3)
+        model, inner = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = Around(inner)
+        for step in range(4):
+            inputs, target = batch(session, step)
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), target).backward()
+            optimizer.step()
+        return session.step
+
+    assert run_sessions(PAIR, program) == [4, 4]
+
+
+@pytest.mark.parametrize("steps", [3, 12])
+def test_a_loop_without_steps_of_an_optimizer_is_refused(steps: int) -> None:
+    made: list[int] = []
+
+    def program(session: Session) -> None:
+        model = nn.Linear(6, 3)
+        session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(steps):
+            inputs, target = batch(session, step)
+            model.zero_grad()
+            cross_entropy(model(inputs), target).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
+            made.append(step)
+
+    with pytest.raises(TaskError, match=r"never calls optimizer\.step\(\)"):
+        run_sessions(PAIR, program)
+    assert max(made) < 8
+
+
+def test_a_gradient_that_is_gone_stays_when_the_model_is_laid_out_anew() -> None:
+    """``model.to(memory_format=torch.channels_last)`` in mid-training."""
+    layer = nn.Conv2d(1, 2, 2)
+    gone = GoneGradient(layer.weight)
+    layer.weight.grad = gone
+    layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert layer.weight.grad is gone

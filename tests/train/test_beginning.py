@@ -70,3 +70,22 @@ async def test_a_resumed_run_has_the_frozen_parameters_of_the_checkpoint(exchang
         (_, frozen, left_out), (_, was_frozen, was_left_out) = after.models[peer].others(), before.models[peer].others()  # type: ignore[operator]
         assert torch.equal(frozen, was_frozen)
         assert torch.equal(left_out, was_left_out)
+
+
+async def test_buffers_can_still_be_resized() -> None:
+    """As observers for quantization resize theirs, when they see the first batch."""
+
+    class Observing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3).double()
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.scale.resize_(3).fill_(1.0)  # type: ignore[operator]
+            result: Tensor = self.layer(inputs)
+            return result
+
+    shape = {"groups": 1, "group_size": 2, "batch_size": 8}
+    result = await run(topology_of(job={"steps": 2}, compute=shape), Recipe(model=Observing))
+    assert not result.errors

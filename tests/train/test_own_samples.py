@@ -142,3 +142,14 @@ async def test_linear_hooks_on_parameters_and_those_of_one_worker_are_not_refuse
     assert not (await trained(with_hook(lambda g: g.clamp(-0.1, 0.1)), groups=1)).errors
     micro = await trained(with_hook(lambda g: g.clamp(-0.1, 0.1)), groups=1, accumulate=2)
     assert any("is not linear" in str(error) for error in micro.errors.values())
+
+
+def synced() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6), nn.Linear(6, 3)).double()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+async def test_sync_batch_norm_is_refused_where_it_would_see_a_part(exchange: dict[str, Any]) -> None:
+    result = await trained(synced, exchange)
+    assert any(isinstance(error, TaskError) and "'1' is a SyncBatchNorm" in str(error) for error in result.errors.values())
+    assert not (await trained(synced, groups=1)).errors

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from zmqtrain.errors import RunStopped, TaskError, UsageError
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.task import Task, check_lookups, check_model, load_task, user_code
+from zmqtrain.train.task import Task, check_layers, check_model, load_task, user_code
 
 SOURCE = """
 from dataclasses import dataclass
@@ -134,7 +134,7 @@ def test_what_cannot_be_kept_or_would_differ_between_workers_is_refused_before_t
     ):
         topology = Topology.from_dict({"job": {}, "compute": compute, "exchange": exchange})
         with nullcontext() if alone else pytest.raises(TaskError, match="the layer '0' has max_norm = 1"):
-            check_lookups(rescaled, topology)
+            check_layers(rescaled, topology)
 
 
 class Remembering(nn.Linear):

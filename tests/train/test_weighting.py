@@ -319,3 +319,113 @@ def test_probabilities_as_targets_keep_their_plain_mean() -> None:
     module = nn.CrossEntropyLoss(weight=CLASSES)
     output, target = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
     assert taken_apart(module)(output, target) == module(output, target)
+
+
+def supervised_contrastive(output: Tensor, target: Tensor) -> Tensor:
+    """It is 0 for samples without another one of their class."""
+    alike = output @ output.T
+    own = torch.eye(len(target), dtype=torch.bool)
+    positive = ((target[:, None] == target[None]) & ~own).to(output.dtype)
+    logs = alike - torch.logsumexp(alike.masked_fill(own, -1e9), 1, keepdim=True)
+    return -((positive * logs).sum(1) / positive.sum(1).clamp(min=1)).mean()
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+async def test_a_loss_of_pairs_is_refused_if_parts_have_none(accumulate: int) -> None:
+    """Micro-batches of two samples, whose halves are one, or of one, each of another class than the other's."""
+    target = torch.tensor([0, 1, 2] * 32)
+    one_each = TensorDataset(data().tensors[0], target)
+    recipe = Recipe(loss=supervised_contrastive, train_data=one_each, eval_data=None)
+    shape = {"groups": 2, "group_size": 1, "batch_size": 4, "accumulate": accumulate}
+    result = await run(
+        topology_of(job={"steps": 3}, compute=shape, data={"shuffle": "none"}, exchange={"kind": "allreduce"}), recipe
+    )
+    assert any(
+        "not a mean over samples" in str(error) and "if each of them comes 3 times" in str(error)
+        for error in result.errors.values()
+    )
+
+
+def test_an_output_with_as_many_fields_as_samples_is_tried() -> None:
+    output = (torch.randn(2, 3, requires_grad=True), torch.randn(2, 3))
+
+    def total(output: Any, target: Tensor) -> Tensor:
+        return (output[0] - output[1]).square().sum()
+
+    with pytest.raises(TaskError, match="not a mean over samples"):
+        require_mean(total, output, torch.zeros(2), 2, total(output, torch.zeros(2)))
+
+
+class Experts(nn.Module):
+    """Its balance is a product of two means over all samples that it gets; or a mean of its own, a penalty."""
+
+    def __init__(self, *, balanced: bool) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 2), nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+        self.balanced, self.penalty = balanced, torch.zeros(())
+        self.register_buffer("positions", torch.arange(6))  # which backward needs
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        shares = self.gate(inputs[:, self.positions]).softmax(1)
+        load = nn.functional.one_hot(shares.argmax(1), 2).double().mean(0)
+        self.penalty = (shares.mean(0) * load).sum() if self.balanced else shares.square().mean()
+        return sum((shares[:, [k]] * expert(inputs) for k, expert in enumerate(self.experts)), torch.zeros(()))
+
+
+@pytest.mark.parametrize("returned", [True, False])
+async def test_the_balance_of_experts_is_refused_and_a_mean_is_not(returned: bool) -> None:
+    async def errors(*, balanced: bool) -> list[BaseException]:
+        kept: list[Experts] = []
+
+        def model() -> nn.Module:
+            kept.append(Experts(balanced=balanced))
+            return kept[-1]
+
+        def forward(model: Any, batch: Any) -> Any:
+            output = model(batch[0])
+            return output, (model.penalty if returned else model)
+
+        def loss(output: Any, batch: Any) -> Tensor:
+            scores, penalty = output
+            return cross_entropy(scores, batch[1]) + 0.01 * (penalty if returned else penalty.penalty)
+
+        recipe = Recipe(loss=loss, model=model, forward=forward, eval_data=None)
+        shape = {"groups": 2, "group_size": 1, "batch_size": 8}
+        result = await run(topology_of(job={"steps": 4}, compute=shape, exchange={"kind": "allreduce"}), recipe)
+        return list(result.errors.values())
+
+    assert any("what the model computes of all samples together" in str(error) for error in await errors(balanced=True))
+    assert not await errors(balanced=False)
+
+
+class Lengths(torch.utils.data.Dataset[Any]):
+    """Sequences of different lengths."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, number: int) -> Any:
+        generator = torch.Generator().manual_seed(number)
+        length = 1 + number % 5
+        return torch.randn(length, 6, generator=generator, dtype=torch.float64), torch.randint(3, (length,), generator=generator)
+
+
+@pytest.mark.parametrize("by_sample", [True, False])
+async def test_a_mean_over_tokens_of_batches_with_lengths_of_their_own_is_refused(by_sample: bool) -> None:
+    def padded(samples: list[Any]) -> Any:
+        inputs, target = zip(*samples, strict=True)
+        pad = nn.utils.rnn.pad_sequence
+        return pad(list(inputs), batch_first=True), pad(list(target), batch_first=True, padding_value=-1)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        tokens = cross_entropy(output.flatten(0, 1), target.flatten().clamp(min=0), reduction="none").view(target.shape)
+        there = target >= 0
+        return ((tokens * there).sum(1) / there.sum(1)).mean() if by_sample else tokens.mean()
+
+    recipe = Recipe(loss=loss, train_data=Lengths(), eval_data=None, collate=padded)
+    shape = {"groups": 2, "group_size": 1, "batch_size": 4}
+    result = await run(
+        topology_of(job={"steps": 3}, compute=shape, data={"shuffle": "none"}, exchange={"kind": "allreduce"}), recipe
+    )
+    assert by_sample != any("elements for each sample" in str(error) for error in result.errors.values())

@@ -40,11 +40,12 @@ def moved(part: Any, device: torch.device) -> Any:
     return mapped(part, lambda tensor: tensor.to(device, non_blocking=True), lambda leaf: _to(leaf, device))
 
 
-def rows(part: Any, which: slice, samples: int) -> Any:
-    """Some samples of a structure that holds ``samples`` samples; tensors are views.
+def rows(part: Any, which: slice | list[int], samples: int, *, fields: bool = False) -> Any:
+    """Some samples of a structure that holds ``samples`` samples; tensors are views, of a slice.
 
     Tensors and arrays are divided along their first dimension, and so are lists with one entry per sample. Numbers and strings
     belong to the whole batch. Raises `TaskError` for anything else, of which it is not known what belongs to which sample.
+    ``fields``: a tuple that might have one entry per sample has fields of all samples.
     """
     if isinstance(part, PLAIN):
         return part
@@ -58,12 +59,12 @@ def rows(part: Any, which: slice, samples: int) -> Any:
     if isinstance(part, tuple | list) and not hasattr(part, "_fields") and len(part) == samples:
         arrays = [leaf for leaf in leaves(part) if isinstance(leaf, Tensor | np.ndarray)]
         if not all(leaf.ndim and leaf.shape[0] == samples for leaf in arrays) or not arrays:
-            return part[which]  # one entry per sample
-        if samples > 1:
+            return part[which] if isinstance(which, slice) else type(part)(part[each] for each in which)  # one entry per sample
+        if samples > 1 and not (fields and isinstance(part, tuple)):
             raise _uncertain(
                 f"a {type(part).__name__} of {samples} entries, which may be one per sample, or fields of all samples", samples
             )
-    return _rebuilt(part, [rows(child, which, samples) for child in children])
+    return _rebuilt(part, [rows(child, which, samples, fields=fields) for child in children])
 
 
 def _uncertain(what: str, samples: int) -> TaskError:

@@ -56,7 +56,7 @@ from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope as StepScope
 from zmqtrain.train.shares import draws_of, in_step
-from zmqtrain.train.task import check_lookups, check_model
+from zmqtrain.train.task import check_layers, check_model
 from zmqtrain.train.verifying import one_of_each
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -148,7 +148,7 @@ class Core:
         check_script(self.context.topology, resume=self.context.resume)
         check_session(self.context.topology, self.context.placement.groups, overlap=overlap)
         check_model(model)
-        check_lookups(model, self.context.topology)
+        check_layers(model, self.context.topology)
         served = self.context.topology.exchange.kind == "model_server"
         check_optimizer(model, optimizer, served=served)
         topology, timeouts = self.context.topology, self.context.timeouts
@@ -159,6 +159,10 @@ class Core:
             gate_timeout_s=timeouts.barrier_s,
         )
         self.callbacks = Callbacks(callbacks, self.context.role.index)
+        if self.callbacks.reads:
+            raise UsageError(
+                "Callback.on_parameters() is for tasks: your loop has the model itself, complete after optimizer.step()"
+            )
         where = next(model.parameters()).device
         divided = self.divided = await self._divide(model, optimizer, served=served) if topology.divided else None
         opened = nullcontext if divided is None else divided.guard.opened
@@ -213,6 +217,7 @@ class Core:
                 overlap=overlap,
                 served=served,
                 weight=self._weight,
+                samples=lambda: self._share[0] if self._share else None,
                 ended=self._step_ended,
                 warn=lambda text: self.context.recorder.event("warning", step=self._step, text=text),
                 call_back=self.callbacks.deliver,
@@ -482,6 +487,7 @@ class Core:
             here = self.context.membership.view.members
             await self._other_loops.tell(self.replicated.step, self.replicated.scope.sums, here)
             self.replicated.check_weights()
+            self.replicated.require_steps()
             step = await self._part.ended(alike=exchange.synchronous or exchange.averaged)
             await self._part.become_run_model("finish")
             if self.divided is not None:

@@ -42,7 +42,9 @@ MIXED = (
 GONE = (
     "this gradient is on its way to the other workers since backward() returned, and is only this worker's part. To read or "
     "change gradients between backward() and optimizer.step(), call session.replicate(model, optimizer, overlap=False): gradients "
-    "are then the same on all workers, and whole, as soon as backward() returns"
+    "are then the same on all workers, and whole, as soon as backward() returns. If it is the step() of an optimizer that was not "
+    "given to session.replicate(): only the one that was given may make steps, in the whole session (its settings, in "
+    "optimizer.param_groups, may change)"
 )
 
 
@@ -62,7 +64,8 @@ class GoneGradient(Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if func in CONVERSIONS:
             gone = args[0]
-            like = func(torch.empty(0, dtype=gone.dtype, device=gone.device), *args[1:], **(kwargs or {}))
+            how = {name: value for name, value in (kwargs or {}).items() if name != "memory_format"}  # there is nothing to lay out
+            like = func(torch.empty(0, dtype=gone.dtype, device=gone.device), *args[1:], **how)
             if (like.dtype, like.device) == (gone.dtype, gone.device):
                 return gone  # it stays as it is
             raise TaskError(CONVERTED)

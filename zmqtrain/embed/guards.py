@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -125,6 +125,19 @@ class Guards:
             self._replica.memory.sample_parameters() if sampled and self._replica.parameters[0].device.type == "cpu" else None
         )
         self._kept = [flat.clone() for flat in self._replica.memory.flat_parameters()] if sampled and keep else []
+
+    def check_there(self, without: Collection[str]) -> None:
+        """Raise `TaskError` if one of the parameters ``without`` a gradient is not the model's any more."""
+        if not without:
+            return
+        there = set(map(id, self._replica.model.parameters()))
+        gone = [name for name in without if id(self._replica.named[name]) not in there]
+        if gone:
+            raise TaskError(
+                f"the parameter {gone[0]!r} of session.replicate() is not in the model any more: a layer was replaced, or its "
+                "parametrization removed. The new parameters would be neither exchanged nor trained. Change the model before "
+                "session.replicate(), or copy new values into the parameters that there are"
+            )
 
     def check_unused(self, without: frozenset[str]) -> None:
         """Raise `TaskError` if parameters lack a gradient: an optimizer skips them, but servers would see zeros."""

@@ -30,18 +30,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.embed.gradients import MIXED, GoneGradient, Watch, WatchedGradient, plain
 from zmqtrain.embed.guards import LOCAL, Guards, check_hooks, checksum, settings_of
-from zmqtrain.embed.loss_graph import not_a_mean, watch_backward
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.scope import Scope, StepState, sum_and_norm, tolerance_of
 from zmqtrain.embed.whole_gradients import WholeGradients
 from zmqtrain.errors import TaskError
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.train.hooks import OwnHook
+from zmqtrain.train.loss_graph import not_a_mean, watch_backward
+from zmqtrain.train.loss_trial import MOST_OUTPUTS, OF_SAMPLES, Constants, constants_of, couples, foreign_parameters, rows_of
 from zmqtrain.train.own_samples import buffers_warning, differing_buffers, own_buffers
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.step import STEPS_LOOKED_AT
@@ -55,6 +56,8 @@ T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, T], str], T]
 #: The number of watched steps: the second one begins with the gradients that the first has left.
 WATCHED_STEPS = 2
+#: After so many backwards in a session's first step, one looks whether the loop makes steps of its own.
+BACKWARDS_WITHOUT_STEP = 8
 HOLD = "call session.replicate(model, optimizer, overlap=False)"
 
 
@@ -73,6 +76,7 @@ class Replicated:
         overlap: bool | None,
         served: bool,
         weight: Callable[..., float],
+        samples: Callable[[], int | None],
         ended: Callable[[int, float, float], None],
         warn: Callable[[str], None],
         call_back: Callable[[], None],
@@ -85,7 +89,8 @@ class Replicated:
 
         ``overlap``: see `zmqtrain.embed.session.Session.replicate`. ``served``: model servers run the optimizer. ``weight()``: the
         weight of this worker's gradient in its group; the group's weights add up to 1. ``weight(any_share=True)``: one that will be
-        divided out. ``ended(step, seconds, exposed_s)`` is called after each step, on the loop's thread, where ``warn(text)`` is
+        divided out. ``samples()``: those of this worker's last batch, if
+        they are known. ``ended(step, seconds, exposed_s)`` is called after each step, on the loop's thread, where ``warn(text)`` is
         called, too; ``call_back()`` in the caller's. ``stops(step)``: whether the run must stop before this step; then ``stop()``,
         in the caller's thread, ends the session and raises, now and at any later call. ``wait`` waits for a coroutine in the
         caller's thread. ``divided``: the model, if its group divides it."""
@@ -120,8 +125,15 @@ class Replicated:
         self._weights = (0.0, 0.0)  # overlapped: sum and norm of a sample of them then
         self._only_adding = False  # within accumulating()
         self._means = True  # losses are means over samples
+        self._samples = samples
+        self._constants = Constants()  # of this step's losses
+        self._outputs: list[Tensor] = []  # of forwards since the last backward, while losses are tried
+        self._foreign: dict[int, nn.Parameter] = {}  # what losses depend on, besides the model's; compared once
+        self._trials = 0 if scope.alone or divided is not None else LOSSES_TRIED
         self._stepped: WeakSet[Optimizer] = WeakSet()  # other optimizers that have made steps since the last of this one
         self._stepped_before: WeakSet[Optimizer] = WeakSet()
+        self._before_other = first_step  # the step when another optimizer began its own
+        self._version = sum(parameter._version for parameter in replica.parameters)
         self._thread = 0  # where the model's last forward was
         self._looks = STEPS_LOOKED_AT  # so many losses are looked at, if that means waiting for a device
         self._updating = False  # the replica runs the local optimizer
@@ -218,31 +230,88 @@ class Replicated:
         self._undo.append(forward.remove)
         self._adopt()
         if not self.scope.alone:
+            self._undo.append(register_optimizer_step_pre_hook(self._other_steps).remove)
             self._undo.append(register_optimizer_step_post_hook(self._other_stepped).remove)
         if not self.scope.alone and self._divided is None:
             self._undo.append(watch_backward(self._look_at))
+            keep = replica.model.register_forward_hook(OwnHook(self._after_forward), with_kwargs=True)
+            self._undo.append(keep.remove)
         for name, parameter in replica.named.items():
             hook = parameter.register_hook(OwnHook(partial(self._arriving, name, parameter)))  # type: ignore[no-untyped-call]
             self._undo.append(hook.remove)
 
-    def _look_at(self, loss: Tensor) -> None:
+    def _look_at(self, loss: Tensor, gradient: Tensor | None) -> None:
         """A backward of ``loss`` comes next, in the thread of some session."""
-        if not self._means or threading.get_ident() != self._thread or not (loss.device.type == "cpu" or self._looks):
+        if threading.get_ident() != self._thread:
             return
-        self._looks -= 1
-        if why := not_a_mean(loss):
-            raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
+        outputs, self._outputs = self._outputs, []
+        if not self._means:
+            return
+        read = loss.device.type == "cpu" or self._looks > 0
+        if read:
+            self._looks -= 1
+            if why := not_a_mean(loss, gradient):
+                raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
+        if self._trials and loss.numel() == 1 and not self._only_adding:
+            self._trials -= 1
+            own = frozenset(map(id, self.replica.parameters))
+            self._foreign |= {id(each): each for each in foreign_parameters(loss, own)}
+            if couples(loss, outputs):
+                raise TaskError(f"this loss is not a mean over this worker's samples: {OF_SAMPLES}")
+        self._constants.add(constants_of(loss, self._samples(), read=read))
+
+    def _after_forward(self, model: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        """Keep what the loss may be computed of, as long as losses are tried."""
+        if not self._trials or not torch.is_grad_enabled() or model._backward_hooks or model._backward_pre_hooks:
+            return
+        samples = self._samples()
+        first = next((each for each in (*inputs, *named.values()) if isinstance(each, Tensor)), None)
+        if (
+            samples is None and first is not None and first.ndim in (2, 4)
+        ):  # features and images: the first dimension is the samples'
+            samples = len(first)
+        if samples is not None and len(self._outputs) < MOST_OUTPUTS:
+            self._outputs += rows_of(output, samples)
+
+    def _other_steps(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        if optimizer is not self.replica.optimizer and threading.get_ident() == self._thread:
+            self._before_other = self.step
 
     def _other_stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        if optimizer is not self.replica.optimizer and threading.get_ident() == self._thread:
-            self._stepped.add(optimizer)
+        if optimizer is self.replica.optimizer or threading.get_ident() != self._thread:
+            return
+        self._stepped.add(optimizer)
+        if self._updating or self.step != self._before_other:  # the replicated one calls it, or is called by it
+            return
+        own = set(map(id, self.replica.parameters))
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise TaskError(
+                f"the step() of another optimizer ({type(optimizer).__name__}) than the one that was given to session.replicate() "
+                "has changed the model's parameters, and the other workers do not know of that step. Give session.replicate() the "
+                "optimizer whose step() is called, and keep it: an optimizer cannot be replaced in a session, but its settings in "
+                "optimizer.param_groups can"
+            )
+
+    def require_steps(self) -> None:
+        """Raise `TaskError` if the loop trains without ``optimizer.step()``."""
+        changed = sum(parameter._version for parameter in self.replica.parameters) != self._version
+        if self.step == self.first_step and self._backwards and changed and not self._stopped:
+            raise TaskError(
+                "the loop changes the model's parameters after backward(), but never calls optimizer.step(), so the workers do not "
+                "know of its steps: no model is left, and groups do not exchange theirs. Make the change in the step() of an "
+                "optimizer, a subclass of torch.optim.Optimizer, and give that one to session.replicate()"
+            )
 
     def _of_others(self) -> tuple[float, float]:
-        """Sum and norm of what other optimizers train, for those that have made steps before: others may be of a single batch."""
+        """Sum and norm of what other optimizers train, for those that have made steps before: others may be of a single batch. Once
+        also of other parameters that losses depend on, which may be trained by hand."""
         now, self._stepped = self._stepped, WeakSet()
         lasting = [optimizer for optimizer in now if optimizer in self._stepped_before]
         self._stepped_before |= now
         tensors = [p.detach() for optimizer in lasting for group in optimizer.param_groups for p in group["params"]]
+        if self.step == self.first_step + LOSSES_TRIED:
+            foreign, self._foreign = self._foreign, {}
+            tensors += [parameter.detach() for parameter in foreign.values()]
         return sum_and_norm(tensors) if tensors else (0.0, 0.0)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
@@ -322,6 +391,8 @@ class Replicated:
         self._in_backward = False
         if self.held:
             self._backwards += not self._only_adding
+            if self._backwards == BACKWARDS_WITHOUT_STEP:
+                self.require_steps()
             self._whole.end_backward(self._weight(), only_adding=self._only_adding)
             return
         for name, parameter in self.replica.named.items():
@@ -388,6 +459,7 @@ class Replicated:
         self._guards.check(sampled=self.held)
         state = StepState(self.step, settings=checksum(settings_of(replica.optimizer)), tolerance=self._tolerance)
         state.others = self._of_others()
+        state.constants, self._constants = self._constants, Constants()
         own = self._end_held(state) if self.held else self._end_overlapped(state)
         exposed_s = replica.waited_s
         waited = self._bridge.loop.time()
@@ -427,6 +499,7 @@ class Replicated:
                 "scaler.step(optimizer)"
             )
         replica.without, replica.zeros_count = frozenset(own.keys() - gradients.keys()), True
+        self._guards.check_there(replica.without)
         self._guards.check_unused(replica.without)
         # All workers have the same gradient, and the exchange sums over a group: so each contributes a part of it.
         replica.divisor = scope.group.size / scope.groups if self._divided is None else 1.0
@@ -457,6 +530,7 @@ class Replicated:
                 "optimizer.step() without a forward and a backward of the replicated model before it (outside of accumulating())"
             )
         missing = replica.missing()
+        self._guards.check_there(missing)
         if missing and self._zeroed != "to zero" and not self._carried:
             raise TaskError(
                 f"no gradient has reached {missing[0]!r} in this step, but one reached it in the first step. Whether other "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import torch
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.errors import TaskError
+from zmqtrain.train.loss_trial import DIFFERENT_CONSTANTS, Constants
 from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
@@ -76,15 +77,19 @@ class StepState:
     """Sum and norm of a sample of the weights."""
     others: tuple[float, float] = (0.0, 0.0)
     """Sum and norm of what other optimizers train."""
+    constants: Constants = field(default_factory=Constants)
+    """Those of the losses."""
     tolerance: float = 1e-5
 
     def numbers(self) -> list[float]:
         """The state as numbers, for `check`."""
-        return [float(self.holds), self.step, self.settings, self.without, *self.gradients, *self.weights, *self.others]
+        sums = (*self.gradients, *self.weights, *self.others)
+        constants = self.constants
+        return [float(self.holds), self.step, self.settings, self.without, *sums, constants.kinds, constants.value]
 
     def check(self, means: Sequence[float], mine: Sequence[float]) -> None:
         """Raise `TaskError` if the workers differ. ``means``: the means of all workers' `numbers`. ``mine``: this worker's."""
-        _, step, settings, without, *sums = (mean - own for mean, own in zip(means, mine, strict=True))
+        _, step, settings, without, *sums, kinds, constants = (mean - own for mean, own in zip(means, mine, strict=True))
         if step:
             raise TaskError(
                 f"this worker is at step {self.step}, but others are not: all workers must call optimizer.step() equally often"
@@ -98,6 +103,8 @@ class StepState:
             raise TaskError(
                 "some parameters have no gradient (grad is None) on some workers only: set it to None on all workers, or on none"
             )
+        if not kinds and abs(constants) > 1e-5 * abs(self.constants.value):
+            raise TaskError(DIFFERENT_CONSTANTS)
         if self._apart(sums[0], self.gradients) or self._apart(sums[1], (self.gradients[1],) * 2):
             raise TaskError(
                 "gradients were changed after backward(), but not in the same way on all workers: random numbers need a "
@@ -112,8 +119,9 @@ class StepState:
 
         if self._apart(sums[4], self.others) or self._apart(sums[5], (self.others[1],) * 2):
             raise TaskError(
-                "another optimizer, which was not given to session.replicate(), has trained parameters differently on the workers, "
-                "on each by its own samples (a loss with parameters, a discriminator?). Put everything that is trained into one "
+                "parameters outside of the replicated model differ between the workers: another optimizer, which was not given to "
+                "session.replicate(), or a change by hand has trained them differently, on each worker by its own samples (a loss "
+                "with parameters, a discriminator?). Put everything that is trained into one "
                 "nn.Module, with one optimizer for all of it; or average these gradients before its step, by "
                 'session.all_reduce(p.grad, "mean"), and begin with the same values'
             )

@@ -55,5 +55,6 @@ async def copy_from_first(group: Group, tensor: Tensor, tag: tuple[Any, ...]) ->
 def _digest(tensor: Tensor) -> float:
     found = 0
     for part in tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).split(DIGESTED_AT_ONCE):  # type: ignore[no-untyped-call]
-        found = zlib.crc32(part.numpy().tobytes(), found)
+        # A copy: memory that numpy has seen cannot be resized any more, as observers for quantization do with their buffers.
+        found = zlib.crc32(part.clone().numpy(), found)
     return float(found)

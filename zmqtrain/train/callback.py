@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +37,21 @@ class Callback:
     Every worker calls its own objects: `StepDone.rank` tells which worker that is. Calls come in the worker's compute thread (in a
     session: in the thread of the loop), one after another and between steps, so the worker's next step waits for them. What a
     callback raises ends the run, like an error anywhere else in the task's code. Parameters may still be on their way when a
-    callback is called, and must not be changed there (that is refused).
+    callback is called: only `on_parameters` may read them. None may change them (that is refused).
     """
 
     def on_step(self, done: StepDone) -> None:
         """After each step of this worker. In a session: as soon as another ``optimizer.step()`` shows that nothing more will be
         reported about it, which may be two steps later, or at the session's end."""
+
+    def on_parameters(self, step: int, model: nn.Module) -> None:
+        """The model as it is after ``step`` steps, complete, to read: for averages of the weights (EMA, SWA), distances, norms.
+        Called before the worker's first step, too, and after each of its steps, before `on_step`. It is what the worker begins its
+        next step with: with gossip and averaging its group's own model, with asynchronous servers what this group has last read.
+
+        A worker whose callbacks override this waits for all parameters after each step; communication is not hidden behind the
+        next forward. Not in sessions, whose loop has the model, nor where a worker has only a part of it (a grid, ``merged_fc``):
+        that is refused."""
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """After an evaluation in which this worker took part. All of them have the same metrics, except in gossip without

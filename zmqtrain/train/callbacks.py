@@ -5,16 +5,21 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zmqtrain.train.callback import Callback, StepDone
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Callbacks:
     """Keeps calls (from the loop's thread) until `deliver` makes them, in the thread where it is called."""
 
-    def __init__(self, callbacks: Sequence[Callback], rank: int) -> None:
-        self._callbacks, self._rank = tuple(callbacks), rank
+    def __init__(self, callbacks: Sequence[Callback], rank: int, model: nn.Module | None = None) -> None:
+        """``model``: what `Callback.on_parameters` gets."""
+        self._callbacks, self._rank, self._model = tuple(callbacks), rank, model
+        self._readers = [each for each in callbacks if type(each).on_parameters is not Callback.on_parameters]
         self._calls: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
         self._workers: tuple[str, ...] = ()
 
@@ -23,10 +28,22 @@ class Callbacks:
         """Whether there is anything to deliver."""
         return not self._calls.empty()
 
+    @property
+    def reads(self) -> bool:
+        """Whether a callback reads parameters: they must be complete when calls are delivered."""
+        return bool(self._readers)
+
+    def parameters(self, step: int) -> None:
+        """The model has made ``step`` steps."""
+        for each in self._readers:
+            assert self._model is not None
+            self._calls.put(("on_parameters", partial(each.on_parameters, step, self._model)))
+
     def step(self, step: int, values: Mapping[str, Any]) -> None:
         """``values``: those of the step's event."""
         if not self._callbacks:
             return
+        self.parameters(step + 1)
         done = StepDone(
             rank=self._rank,
             step=step,

@@ -119,6 +119,8 @@ class TrainLoop:
         elastic = self._part.served_elastically
         known = job.steps is not None or not (elastic or members.divides)  # otherwise losses may make it later
         stop_point.open(first, self._steps() if known else None)
+        work.callbacks.parameters(first)
+        await work.call_back()
         outcome = await self._train(first)
         until: int | None = None
         while outcome is Outcome.DONE and elastic and (until := await self._part.all_trained(self._more)) is None:

@@ -15,6 +15,7 @@ from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import share_of_model
+from zmqtrain.train.loss_trial import counts_of
 from zmqtrain.train.losses import Losses
 from zmqtrain.train.own_samples import require_unchanged, versions_of
 from zmqtrain.train.replica import TorchReplica
@@ -23,6 +24,7 @@ from zmqtrain.train.unreached import unreached_warning
 from zmqtrain.train.weighting import (
     LOSSES_TRIED,
     WeightSums,
+    depends_beside_rows,
     ignores,
     mean_of,
     of_model,
@@ -32,6 +34,7 @@ from zmqtrain.train.weighting import (
     require_mean_of_model,
     require_none_ignored,
     require_none_ignored_by_model,
+    require_same_counts,
 )
 from zmqtrain.train.work import StepResult
 
@@ -90,6 +93,7 @@ class TrainStep:
         self._watches = settings.shared  # the first forward
         self._divides = divides and weights is not None
         self._tries = LOSSES_TRIED if self._divides else 0
+        self._counts: list[tuple[str, float]] = []  # of the last loss that was tried
         self._looked = settings.rank != 0 or not settings.blind  # whether unreached parameters have been checked
         self._losses = Losses(device.staging, settings.rank, settings.accumulate, stop=settings.on_nan == "stop")
 
@@ -199,10 +203,13 @@ class TrainStep:
         if not self._models and of_model(loss, output):
             self._models = True
             require_none_ignored_by_model(part.target)
-        if self._tries and part.samples > 1 and loss.numel() == 1:
+        if self._tries and loss.numel() == 1:
             self._tries -= 1
-            if self._models or not require_mean(self._loss, output, part.target, part.samples, loss.detach()):
-                require_mean_of_model(self._loss, part, self._replica.model)
+            counts = [("samples", float(part.samples)), *counts_of(loss, part.samples)]
+            self._counts = require_same_counts(self._counts, counts)
+            looks = not self._models and require_mean(self._loss, output, part.target, part.samples, loss.detach())
+            if part.samples > 1 and (not looks or depends_beside_rows(loss, output, part.samples)):
+                require_mean_of_model(self._loss, part, self._replica.model, itself=not looks)
 
 
 def _describe(loss: Callable[..., Any] | object) -> str:

@@ -174,8 +174,8 @@ def check_model(model: object) -> None:
     if lazy:
         raise TaskError(
             f"the parameter {lazy[0]!r} of the model {type(model).__name__} has no shape yet, and workers must agree "
-            "on shapes before the first batch: let Task.model() call the model once on an example, such as "
-            "model(torch.zeros(1, 8)), before it returns it"
+            "on shapes before the first batch: call the model once on an example, such as model(torch.zeros(1, 8)), before "
+            "Task.model() returns it, and before session.replicate()"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -195,11 +195,18 @@ def check_model(model: object) -> None:
         raise TaskError(f"no parameter of the model {type(model).__name__} requires a gradient, so there is nothing to train")
 
 
-def check_lookups(model: nn.Module, topology: Topology) -> None:
-    """Raise `TaskError` if a forward changes parameters, each worker's by its own samples, that must be the same on several
-    processes."""
+def check_layers(model: nn.Module, topology: Topology) -> None:
+    """Raise `TaskError` for layers that compute something else on several processes: a forward that changes parameters, each
+    worker's by its own samples, and statistics that are meant to be those of all samples."""
     if not shares_parameters(topology):
         return
+    synced = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if synced and not topology.divided and not torch.distributed.is_initialized():
+        raise TaskError(
+            f"the layer {synced[0]!r} is a SyncBatchNorm, which needs a process group of torch.distributed, and without one would "
+            'use each worker\'s own samples only. Use nn.BatchNorm1d, 2d or 3d: with [parallel] statistics = "whole", for those of '
+            "the whole batch of a group of several workers, or without it, if those of each worker's own samples will do"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise TaskError(

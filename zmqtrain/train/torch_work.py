@@ -62,7 +62,7 @@ from zmqtrain.train.resized_rate import require_rates
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import Scope, Shares, draws_of, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
-from zmqtrain.train.task import Task, build_model, build_optimizer, check_lookups, load_task, shares_parameters, user_code
+from zmqtrain.train.task import Task, build_model, build_optimizer, check_layers, load_task, shares_parameters, user_code
 from zmqtrain.train.unreached import what_blinds
 from zmqtrain.train.verifying import NotComparable, Ordinary, one_of_each, verify_task
 from zmqtrain.train.weighting import LOSSES_TRIED, WeightSums, taken_apart
@@ -96,7 +96,12 @@ class TorchWork:
         self._fabric, self._remote = built.fabric, remote
         self._bridge: Bridge | None = None
         self._task, self._replica, self._schedule = built.task, built.replica, built.schedule
-        self.callbacks = Callbacks(built.task.callbacks, role.index)
+        self.callbacks = Callbacks(built.task.callbacks, role.index, built.replica.model)
+        if self.callbacks.reads and (built.fabric is not None or remote is not None):
+            raise UsageError(
+                "Callback.on_parameters() gets the whole model, but here a worker has only a part of it ([compute] grid, "
+                "[parallel] statistics, or merged_fc): remove that setting, or this callback"
+            )
         settings = StepSettings(
             rank=role.index,
             group_batch=compute.batch_size,
@@ -356,8 +361,11 @@ class TorchWork:
             context.recorder.event("warning", step=done, text=buffers_warning(names))
 
     async def call_back(self) -> None:
-        if self.callbacks.waiting:
-            await self._device.run(self._deliver)
+        if not self.callbacks.waiting:
+            return
+        if self.callbacks.reads:
+            await self.quiet()
+        await self._device.run(self._deliver)
 
     def _deliver(self) -> None:
         """In the compute thread, where nothing else writes parameters meanwhile unless copies from a device are under way."""
@@ -476,7 +484,7 @@ def _build(
             if role.index == 0 and (warning := modes_warning(model)) is not None:
                 context.recorder.event("warning", text=warning)
             optimizer, schedule = build_optimizer(task, model, topology)
-        check_lookups(model, topology)
+        check_layers(model, topology)
         seed_everything(job.seed, role.index)
     evaluated = task.evaluating()
     samples = {"training data": _number(source), **({} if evaluated is None else {"evaluation data": _number(evaluated)})}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _NormBase
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
@@ -117,16 +118,42 @@ def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samp
     return not found.alike
 
 
-def require_mean_of_model(loss: Callable[[Any, Any], Any], batch: Batch, model: nn.Module) -> None:
-    """Raise `TaskError` if a loss that the model computes itself is not the mean over samples.
+def require_same_counts(before: list[tuple[str, float]], now: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Raise `TaskError` if a loss is a mean over other numbers of elements for each sample than ``before``, for as many samples
+    (the first entry). Returns those of ``now``.
+
+    It is then a mean over all tokens or pixels of a batch, and each worker's batch is as long as its own longest sample."""
+    if [kind for kind, _ in before] != [kind for kind, _ in now] or before[:1] != now[:1]:
+        return now
+    for (_, one), (_, other) in zip(before, now, strict=True):
+        if one != other:
+            raise TaskError(
+                f"the loss is a mean over {other:g} elements for each sample, and of the batch before it over {one:g}: batches are "
+                "as long as their own longest sample, so a worker with shorter ones would count each element more. Return the pair "
+                "(sum, weight) from Task.loss, with the number of elements that count; or the mean for each sample, and then over "
+                "samples; or let the collate function pad all samples to one length"
+            )
+    return now
+
+
+def require_mean_of_model(loss: Callable[[Any, Any], Any], batch: Batch, model: nn.Module, *, itself: bool = True) -> None:
+    """Raise `TaskError` if a loss that the model computes ``itself``, or a part of it, is not the mean over samples.
 
     The model computes halves of the batch in evaluation mode, without a gradient. Its modes, its buffers and torch's random numbers
-    stay as they are. Does nothing if the batch cannot be divided, or if the model cannot compute a half of it."""
+    stay as they are. Does nothing if the batch cannot be divided, if the model cannot compute a half of it, or if layers use the
+    batch's own statistics in evaluation, too."""
+    if any(isinstance(module, _NormBase) and module.running_mean is None for module in model.modules()):
+        return
     half, modes = batch.samples // 2, [(module, module.training) for module in model.modules()]
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
+    single = False
+
     def of(part: Batch, measure: Callable[[Any, Any], Any]) -> float:
-        return float(measure(part.output(model), part.target))
+        nonlocal single
+        value = measure(part.output(model), part.target)
+        single |= isinstance(value, Tensor) and value.dtype is not torch.float64  # also of a model in double precision
+        return float(value)
 
     model.eval()
     try:
@@ -141,13 +168,22 @@ def require_mean_of_model(loss: Callable[[Any, Any], Any], batch: Batch, model: 
             module.training = mode
         with torch.no_grad():
             for buffer, was in kept:
-                buffer.copy_(was)
-    if not found.mean_within(1e-3):
+                if not torch.equal(buffer, was):  # backward refuses what it needs if it was written to, also with the same values
+                    buffer.copy_(was)
+    if found.mean_within(_tolerance_of_model(model, single=single)):
+        return
+    if not itself:
         raise TaskError(
-            f"the loss that the model computes is not a mean over samples: {found} The samples of a step are divided, and the mean "
-            "of the parts' losses would be another loss. Is it a mean over tokens, of which samples have different numbers? Then "
-            "return the pair (loss * n, n) from Task.loss, with the number n that count in the batch"
+            "the loss is not a mean over samples, because of what the model computes of all samples together (the balance of "
+            f"experts, statistics of a batch): {found} The samples of a step are divided, and the mean of the parts' losses would "
+            "be another loss. Compute it for each sample, or leave it out; if each part's own is meant, return the pair "
+            "(loss * n, n) for n samples"
         )
+    raise TaskError(
+        f"the loss that the model computes is not a mean over samples: {found} The samples of a step are divided, and the mean "
+        "of the parts' losses would be another loss. Is it a mean over tokens, of which samples have different numbers? Then "
+        "return the pair (loss * n, n) from Task.loss, with the number n that count in the batch"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +197,8 @@ class _Halves:
     second: float
     again: float
     """The value of the whole, computed again: another one if it is random."""
+    repeated: float | None = None
+    """The value of all samples, if each comes several times."""
     tolerance: float = 1e-7
 
     @property
@@ -172,15 +210,32 @@ class _Halves:
         mean = (self.first * self.half + self.second * (self.samples - self.half)) / self.samples
         if self.again != self.whole or not math.isfinite(self.whole):  # random, or bad for another reason
             return True
-        return abs(mean - self.whole) <= tolerance * max(abs(self.whole), abs(self.first), abs(self.second))
+        of_halves = abs(mean - self.whole) <= tolerance * max(abs(self.whole), abs(self.first), abs(self.second))
+        return of_halves and not self._changes_repeated(tolerance)
+
+    def _changes_repeated(self, tolerance: float) -> bool:
+        """Whether the same samples several times make another value."""
+        if self.repeated is None or not math.isfinite(self.repeated):
+            return False
+        return abs(self.repeated - self.whole) > tolerance * max(abs(self.whole), abs(self.repeated))
 
     @property
     def alike(self) -> bool:
         """Whether the halves have the value of the whole."""
-        return self.whole == self.first == self.second
+        return self.half > 0 and self.whole == self.first == self.second
 
     def __str__(self) -> str:
+        if self.repeated is not None and replace(self, repeated=None).mean:
+            times = _times(self.samples)
+            return (
+                f"it is {self.whole:.6g} for {self.samples} samples, but {self.repeated:.6g} if each of them comes {times} times."
+            )
         return f"it is {self.whole:.6g} for {self.samples} samples, but {self.first:.6g} and {self.second:.6g} for their halves."
+
+
+def _times(samples: int) -> int:
+    """How often each sample comes in a trial. If it came twice, one sample alone would only have itself to be compared with."""
+    return 2 if samples > 2 else 3
 
 
 def tried_on_halves(measure: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, value: Any) -> _Halves | None:
@@ -192,7 +247,9 @@ def tried_on_halves(measure: Callable[[Any, Any], Any], output: Any, target: Any
     random numbers are drawn again; Python's and NumPy's are not, since the loader's thread may draw some at the same time."""
     device = value.device if isinstance(value, Tensor) else torch.device("cpu")
     half = samples // 2
-    parts = [slice(0, half), slice(half, samples), slice(0, samples), slice(0, samples)]
+    every = slice(0, samples)
+    parts: list[slice | list[int]] = [slice(0, half) if half else every, slice(half, samples), every, every]
+    again_and_again = [*range(samples)] * _times(samples)
 
     def tried(convert: Callable[[Any], Any], *, rounded: bool) -> _Halves | None:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
@@ -200,11 +257,18 @@ def tried_on_halves(measure: Callable[[Any, Any], Any], output: Any, target: Any
                 copied, converted = _apart(measure), (convert(output), convert(target))
                 # What counts its calls is in the same state for each, and in another one for the last.
                 copies = (_apart(measure), _apart(measure), copied, copied)
-                found = [each(*(rows(one, part, samples) for one in converted)) for each, part in zip(copies, parts, strict=True)]
+                found = [
+                    each(*(rows(one, part, samples, fields=True) for one in converted))
+                    for each, part in zip(copies, parts, strict=True)
+                ]
                 first, second, whole, again = map(float, found)
             except Exception:  # noqa: BLE001 - a whole batch has given a value, and that is all that is asked of it
                 return None
-        return _Halves(samples, half, whole, first, second, again, 5e-2 if rounded else max(map(_tolerance, found)))
+            try:
+                repeated = float(_apart(measure)(*(rows(one, again_and_again, samples, fields=True) for one in converted)))
+            except Exception:  # noqa: BLE001 - as above
+                repeated = None
+        return _Halves(samples, half, whole, first, second, again, repeated, 5e-2 if rounded else max(map(_tolerance, found)))
 
     return tried(_in_float64, rounded=False) or tried(lambda part: part, rounded=torch.is_autocast_enabled(device.type))
 
@@ -216,6 +280,30 @@ def _tolerance(value: Any) -> float:
     if not value.is_floating_point() or value.dtype is torch.float64:
         return 1e-7
     return 1e-3 if value.dtype is torch.float32 else 5e-2
+
+
+def _tolerance_of_model(model: nn.Module, *, single: bool) -> float:
+    """How far the mean of losses that a model computes of parts may be off by rounding. ``single``: the losses are in single
+    precision."""
+    first = next(model.parameters())
+    if first.device.type != "cpu" or torch.is_autocast_enabled("cpu") or any(p.dtype.itemsize < 4 for p in model.parameters()):
+        return 1e-3
+    return 1e-4 if single else 1e-5
+
+
+def depends_beside_rows(loss: Tensor, output: Any, samples: int) -> bool:
+    """Whether the loss depends on parameters not only through those of the model's outputs that have a row for each sample."""
+    of_rows = {leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples}
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or node in of_rows:
+            continue
+        if "AccumulateGrad" in node.name():
+            return True
+        seen.add(node)
+        nodes += [child for child, _ in node.next_functions]
+    return False
 
 
 def _in_float64(part: Any) -> Any:

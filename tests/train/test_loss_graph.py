@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zmqtrain.embed.loss_graph import not_a_mean, watch_backward
+from zmqtrain.train.loss_graph import not_a_mean, watch_backward
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 CLASSES = torch.tensor([0.2, 1.0, 5.0])
@@ -83,10 +83,14 @@ def test_means_are_left_alone(name: str) -> None:
 
 def test_backward_is_torchs_own_again_once_nobody_watches() -> None:
     before, seen = torch.autograd.backward, []
-    first, second = watch_backward(seen.append), watch_backward(lambda loss: None)
+
+    def listen(loss: Tensor, gradient: Tensor | None) -> None:
+        seen.append(loss)
+
+    first, second = watch_backward(listen), watch_backward(lambda loss, gradient: None)
     first()
     assert torch.autograd.backward is not before
-    third = watch_backward(seen.append)
+    third = watch_backward(listen)
     loss = functional.cross_entropy(scores(), TARGET)
     loss.backward()
     assert len(seen) == 1

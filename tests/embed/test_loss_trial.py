@@ -1,0 +1,194 @@
+"""Losses that are no mean over a worker's samples, which only values tell: refused in a session, and means left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.embed.world import run_sessions, topology_of
+from zmqtrain.embed.session import Session
+from zmqtrain.errors import TaskError
+from zmqtrain.train.loss_graph import not_a_mean
+from zmqtrain.train.loss_trial import Constants, constants_of, couples, rows_of
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+PAIR = topology_of(compute={"groups": 1, "group_size": 2})
+WEIGHT = nn.Parameter(torch.full((6, 3), 0.5))
+entropy = functional.cross_entropy
+
+
+def each(scores: Tensor, target: Tensor) -> Tensor:
+    return entropy(scores, target, reduction="none")
+
+
+def same(target: Tensor) -> Tensor:
+    return target[:, None] == target[None]
+
+
+def supervised_contrastive(scores: Tensor, target: Tensor) -> Tensor:
+    places = functional.normalize(scores, dim=1)
+    alike = places @ places.T
+    own = torch.eye(len(target), dtype=torch.bool)
+    positive = (same(target) & ~own).to(scores.dtype)
+    logs = alike - torch.logsumexp(alike.masked_fill(own, -1e9), 1, keepdim=True)
+    return -((positive * logs).sum(1) / positive.sum(1).clamp(min=1)).mean()
+
+
+def mined_triplets(scores: Tensor, target: Tensor) -> Tensor:
+    distances = torch.cdist(scores, scores)
+    furthest = (distances * same(target)).max(1).values
+    return functional.relu(furthest - (distances + 1e3 * same(target)).min(1).values + 1).mean()
+
+
+def balance(scores: Tensor, target: Tensor) -> Tensor:
+    shares = scores.softmax(1)
+    load = functional.one_hot(shares.argmax(1), 3).to(scores.dtype).mean(0)
+    return entropy(scores, target) + 0.1 * (shares.mean(0) * load).sum()
+
+
+#: Each sample's gradient depends on the others.
+COUPLED: dict[str, Loss] = {
+    "supervised contrastive": supervised_contrastive,
+    "triplets that are mined in the batch": mined_triplets,
+    "redundancy of features": lambda s, t: (s.T @ s / len(s) - torch.eye(3)).square().sum(),
+    "entropy of the mean": lambda s, t: entropy(s, t) + (s.softmax(1).mean(0) * s.softmax(1).mean(0).log()).sum(),
+    "root of a mean": lambda s, t: (s[:, 0] - t).square().mean().sqrt(),
+    "log of a sum of exponentials": lambda s, t: each(s, t).logsumexp(0),
+}
+#: Each worker divides or multiplies by something of its own samples.
+OWN_CONSTANTS: dict[str, Loss] = {
+    "mean of some": lambda s, t: each(s, t)[t > 0].mean(),
+    "mean loss of some": lambda s, t: entropy(s[t > 0], t[t > 0]),
+    "divided by their number": lambda s, t: (each(s, t) * (t > 0)).sum() / (t > 0).sum(),
+    "weights with a sum of 1": lambda s, t: (each(s, t) * (t + 1.0) / (t + 1.0).sum()).sum(),
+    "positive weights of the batch": lambda s, t: functional.binary_cross_entropy_with_logits(
+        s[:, 0], (t == 0).to(s.dtype), pos_weight=(t != 0).sum() / (t == 0).sum().clamp(min=1)
+    ),
+    "load of experts": balance,
+}
+PICKED: dict[str, Loss] = {
+    "hardest": lambda s, t: each(s, t).topk(2).values.mean(),
+    "largest": lambda s, t: each(s, t).max(),
+    "median": lambda s, t: each(s, t).median(),
+}
+MEANS: dict[str, Loss] = {
+    "mean": entropy,
+    "smoothed": lambda s, t: entropy(s, t, label_smoothing=0.1),
+    "of norms": lambda s, t: s.norm(dim=1).mean(),
+    "hinge": lambda s, t: functional.multi_margin_loss(s, t),
+    "hardest class": lambda s, t: (s.max(1).values - s.gather(1, t[:, None])[:, 0]).clamp(min=0).mean(),
+    "of sums over classes": lambda s, t: (s - 1).square().sum() / len(s),
+    "mean over samples, then over classes": lambda s, t: s.square().mean(0).mean(),
+    "mean of losses": lambda s, t: torch.stack([entropy(s, t), s.square().mean(), s.abs().mean(), s.mean()]).mean(),
+    "mean over classes of a mean": lambda s, t: (torch.cat([s] * 4, 1).mean(0) * 2 - 1).mean(),
+    "centered": lambda s, t: (s - s.detach().mean(0)).square().mean(),
+    "penalty of weights": lambda s, t: entropy(s, t) + 0.1 * WEIGHT.square().mean() + WEIGHT.abs().max() + WEIGHT.norm(),
+    "scaled by a mean of each sample": lambda s, t: (s.mean(1) * (t + 1.0)).mean(),
+}
+
+
+def batch(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, 3, generator=generator).requires_grad_(), torch.randint(3, (samples,), generator=generator)
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_samples_that_change_each_others_gradients_are_seen(name: str) -> None:
+    scores, target = batch(6, 1)
+    output = scores @ torch.eye(3)
+    assert couples(COUPLED[name](output, target), [output])
+
+
+def test_outputs_of_other_batches_do_not_count() -> None:
+    scores, target = batch(6, 1)
+    output = scores @ torch.eye(3)
+    others = [torch.randn(12, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)]
+    assert couples(COUPLED["redundancy of features"](output, target), [*others, output])
+    assert not couples(entropy(output, target), [*others, output])
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_left_alone(name: str) -> None:
+    found: set[tuple[int, float]] = set()
+    for samples, seed in ((4, 1), (4, 2), (6, 3)):  # as workers with unequal shares have them
+        scores, target = batch(samples, seed)
+        output = scores @ torch.eye(3)
+        loss = MEANS[name](output, target)
+        assert not couples(loss, list(rows_of({"scores": output, "more": None}, samples)))
+        assert not not_a_mean(loss)
+        constants = Constants()
+        constants.add(constants_of(loss, samples, read=True))
+        found.add((constants.kinds, constants.value))
+        loss.backward()  # the graph is still there
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_a_choice_among_samples_is_seen(name: str) -> None:
+    assert "chooses among the samples" in not_a_mean(PICKED[name](*batch(6, 1)))
+
+
+def test_a_sum_by_backward_of_ones_is_seen() -> None:
+    scores, target = batch(6, 1)
+    losses = each(scores, target)
+    assert "sum over the samples" in not_a_mean(losses, torch.ones(6))
+    assert not not_a_mean(losses, torch.full((6,), 1 / 6))
+    assert not not_a_mean(scores, torch.randn(6, 3))  # an activation, in a backward of two parts
+
+
+def trained(loss: Loss) -> None:
+    def program(session: Session) -> None:
+        model = nn.Linear(6, 3).double()
+        model, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + session.rank)
+            inputs = torch.randn(6, 6, generator=generator, dtype=torch.float64)
+            target = torch.randint(3, (6,), generator=generator)
+            optimizer.zero_grad()
+            loss(model(inputs), target).backward()
+            optimizer.step()
+
+    run_sessions(PAIR, program)
+
+
+@pytest.mark.parametrize("name", [*OWN_CONSTANTS, "supervised contrastive"])
+def test_a_session_refuses_them(name: str) -> None:
+    with pytest.raises(TaskError, match=r"not a mean over this worker's samples.*session\.backward"):
+        trained((COUPLED | OWN_CONSTANTS)[name])
+
+
+def test_a_statistic_of_all_workers_may_enter_a_loss() -> None:
+    def program(session: Session) -> None:
+        model = nn.Linear(6, 3)
+        model, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(4):
+            inputs = torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * step + session.rank))
+            shares = model(inputs).softmax(1)
+            load = session.all_reduce(functional.one_hot(shares.argmax(1), 3).float().mean(0), "mean")
+            optimizer.zero_grad()
+            (shares.mean(0) * load).sum().backward()
+            optimizer.step()
+
+    run_sessions(PAIR, program)
+
+
+def test_what_is_trained_by_hand_beside_the_model_is_compared() -> None:
+    def program(session: Session) -> None:
+        model, scale = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+        model, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(5):
+            inputs = torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * step + session.rank))
+            optimizer.zero_grad()
+            (model(inputs) * scale).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                assert scale.grad is not None
+                scale -= 0.1 * scale.grad
+                scale.grad = None
+
+    with pytest.raises(TaskError, match="parameters outside of the replicated model differ between the workers"):
+        run_sessions(PAIR, program)

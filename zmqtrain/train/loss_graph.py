@@ -1,0 +1,218 @@
+"""Losses that are no mean over a worker's samples, as far as the kinds of operations in the graph of a loss show it.
+
+A worker's ``loss.backward()`` counts by its number of samples, which is right for the mean loss of these. Torch's loss functions
+keep in the graph what they were given: class weights, how many targets counted, sums. What values tell beside this is in
+`zmqtrain.train.loss_trial`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+#: So many nodes are looked at, beginning with the loss.
+MOST_NODES = 64
+#: So many nodes may be between a loss and the product that its scores come from: a logarithm, a temperature.
+MOST_SCALED = 6
+#: What adds terms, or does not change the value of a single element.
+ADDS = frozenset(
+    {"Add", "Sub", "Neg", "Squeeze", "Unsqueeze", "View", "UnsafeView", "Reshape", "Clone", "Alias", "ToCopy", "Expand"}
+)
+SCALES = frozenset({"Mul", "Div"})
+BENDS = frozenset(
+    {
+        *("Sqrt", "Rsqrt", "Log", "Log1P", "Log2", "Log10", "Exp", "Expm1", "Pow", "Reciprocal", "Tanh", "Sigmoid", "Square"),
+        *("Abs", "Relu", "Clamp", "ClampMin", "ClampMax", "Softplus", "Maximum", "Minimum"),
+    }
+)
+MEAN, SUM = 1, 2  # torch's numbers for reductions
+#: What chooses among values.
+_PICKS = frozenset({"Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort"})
+#: So many nodes may be between a loss and what chooses among its samples.
+MOST_PICKED = 12
+
+_WEIGHTED = (
+    'give the sum and its weight: session.backward(total, weight), with reduction="sum", and the sum of the weights of the '
+    "targets that count (docs/sessions.md, Losses)"
+)
+
+_SUMMED = (
+    'it is the sum over the samples (reduction="sum", or backward() of ones), and the mean of the workers\' sums is not the sum of '
+    "all. Use the mean over samples, with a learning rate that fits; or session.backward(total, weight), for the sum of all "
+    "workers' totals divided by that of their weights. For gradients of inputs alone use torch.autograd.grad()"
+)
+
+
+def not_a_mean(loss: Tensor, gradient: Tensor | None = None) -> str:
+    """Why the loss is not a mean over samples, with what to do, in words; empty if nothing shows that.
+
+    ``gradient``: what backward() is given, for a loss of several elements."""
+    if loss.grad_fn is None:
+        return ""
+    if loss.numel() != 1:
+        return _SUMMED if gradient is not None and gradient.numel() > 1 and bool((gradient == 1).all()) else ""
+    if _picks_samples(loss.grad_fn):
+        return (
+            "it chooses among the samples (a maximum, a median, the hardest ones), and each worker chooses among its own only: use "
+            "one worker; if each worker's own choice is meant, write session.backward(loss * n, n) for its n samples"
+        )
+    return _Walk().reason(loss.grad_fn, scaled=False)
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self._left = MOST_NODES
+
+    def reason(self, node: Node | None, *, scaled: bool) -> str:
+        """Of a term of the loss. ``scaled``: it is multiplied by something."""
+        self._left -= 1
+        if node is None or self._left < 0:
+            return ""
+        kind, children = kind_of(node), [child for child, _ in node.next_functions if child is not None]
+        if hasattr(node, "_saved_reduction"):
+            return _of_torchs(node, scaled=scaled)
+        if kind in SCALES and sum(map(self._has_mean, children)) > 1:
+            return (
+                "a product or quotient of means is not the mean of the workers' products: compute it for each sample, then the mean"
+            )
+        if kind in ADDS or kind in SCALES:
+            found = (self.reason(child, scaled=scaled or kind in SCALES) for child in children)
+            return next(filter(None, found), "")
+        if kind in BENDS and any(map(self._has_mean, children)):
+            return (
+                f"it is a function ({kind.lower()}) of a mean, and the mean of the workers' values is not that of the mean of all "
+                "samples: apply the function to each sample's loss, or train with the mean itself"
+            )
+        return ""
+
+    def _has_mean(self, node: Node | None) -> bool:
+        """Whether a mean loss of torch is among what a single element is computed of."""
+        self._left -= 1
+        if node is None or self._left < 0:
+            return False
+        if hasattr(node, "_saved_reduction"):
+            return bool(getattr(node, "_saved_reduction") == MEAN)  # noqa: B009 - not known to mypy
+        through = kind_of(node) in ADDS | SCALES | BENDS | {"Rsub"}
+        return through and any(self._has_mean(child) for child, _ in node.next_functions)
+
+
+def _picks_samples(node: Node | None, left: int = MOST_PICKED) -> bool:
+    """Whether a loss is computed of the largest, the smallest or the middle ones of values that have a row for each sample."""
+    if node is None or not left or hasattr(node, "_saved_reduction"):
+        return False
+    kind = kind_of(node)
+    children = [child for child, _ in node.next_functions if child is not None]
+    if kind in _PICKS:
+        return _picks_rows(node) and not all(map(of_weights, children))
+    through = kind in ADDS or kind in SCALES or kind in ("Mean", "Sum", "Relu", "Clamp", "Slice", "Index")
+    return through and any(_picks_samples(child, left - 1) for child in children[:2])
+
+
+def _picks_rows(node: Any) -> bool:
+    """Whether the choice is made along the first dimension, or among all elements."""
+    shape = tuple(node._saved_self_sym_sizes if hasattr(node, "_saved_self_sym_sizes") else node._saved_self.shape)
+    dims = getattr(node, "_saved_dim", None)
+    signed = [dim - 2**64 if dim > 2**63 else dim for dim in ([dims] if isinstance(dims, int) else dims or ())]
+    along_rows = not signed or any(dim % max(1, len(shape)) == 0 for dim in signed)
+    return along_rows and bool(shape) and shape[0] > 1
+
+
+def of_weights(node: Node, left: int = 8) -> bool:
+    """Whether this is computed of parameters and numbers alone, in a few operations on each element."""
+    if "AccumulateGrad" in node.name():
+        return True
+    kind = kind_of(node)
+    if not left or kind not in ADDS | SCALES | BENDS | {"Sum", "Mean", "LinalgVectorNorm", "T", "Transpose", "Permute"}:
+        return False
+    if kind in SCALES:
+        factors = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
+        if any(child is None for child, _ in node.next_functions) and any(isinstance(f, Tensor) and f.ndim for f in factors):
+            return False
+    return all(of_weights(child, left - 1) for child, _ in node.next_functions if child is not None)
+
+
+def kind_of(node: Node) -> str:
+    """``Add`` of ``AddBackward0``."""
+    return node.name().partition("Backward")[0]
+
+
+def _of_torchs(node: Any, *, scaled: bool) -> str:
+    """Of a loss function of torch."""
+    if node._saved_reduction == SUM and not scaled:
+        return _SUMMED
+    if node._saved_reduction != MEAN or not kind_of(node).startswith("NllLoss"):
+        return ""
+    target = node._saved_target
+    counted = float(node._saved_total_weight)
+    if node._saved_weight is not None and counted != target.numel():
+        return f"it has class weights, so workers count by the weights of their targets: {_WEIGHTED}"
+    if counted != target.numel():
+        return f"it leaves out targets (ignore_index), so workers with more of them would count too much: {_WEIGHTED}"
+    if target.ndim == 1 and 1 < len(target) == node._saved_self.shape[1] and _of_pairs(node):
+        own = torch.arange(len(target), device=target.device)
+        if not torch.equal(target, own):
+            return ""
+        return (
+            "it compares each sample with the others of its batch (a contrastive loss), and each worker has only its own part of "
+            "these: use one worker, or a grid in which one column has all samples; if each worker's own loss is meant, write "
+            "session.backward(loss * n, n) for its n samples"
+        )
+    return ""
+
+
+def _of_pairs(node: Node, left: int = MOST_SCALED) -> bool:
+    """Whether the loss's scores are products of two activations each, and not of activations and weights."""
+    children = [child for child, _ in node.next_functions if child is not None]
+    if kind_of(node) == "Mm":
+        return len(children) == 2 and not any(map(_is_weight, children))
+    return left > 0 and len(children) <= 2 and any(_of_pairs(child, left - 1) for child in children)
+
+
+def _is_weight(node: Node) -> bool:
+    """Whether this is a parameter, perhaps transposed."""
+    while kind_of(node) in ("T", "Transpose", "Permute", "ToCopy") and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return "AccumulateGrad" in node.name()
+
+
+_lock = threading.Lock()
+#: What is called with a loss, and with the gradient that `backward` was given for it.
+Listener = Callable[[Tensor, Tensor | None], None]
+_listeners: list[Listener] = []
+_original = torch.autograd.backward
+
+
+def _backward(
+    tensors: Tensor | Sequence[Tensor],
+    grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    *arguments: Any,
+    **keywords: Any,
+) -> None:
+    losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    gradients: list[Any] = list(grad_tensors) if isinstance(grad_tensors, tuple | list) else [grad_tensors] * len(losses)
+    for loss, gradient in zip(losses, gradients, strict=False):
+        if isinstance(loss, Tensor):
+            for listener in tuple(_listeners):
+                listener(loss, gradient)
+    _original(tensors if isinstance(tensors, Tensor) else losses, grad_tensors, *arguments, **keywords)
+
+
+def watch_backward(listener: Listener) -> Callable[[], None]:
+    """Call ``listener(loss, gradient)`` before each ``backward()`` in this process. Returns what ends that."""
+    with _lock:
+        _listeners.append(listener)
+        torch.autograd.backward = _backward  # type: ignore[assignment]
+
+    def end() -> None:
+        with _lock:
+            if listener in _listeners:
+                _listeners.remove(listener)
+            if not _listeners:
+                torch.autograd.backward = _original
+
+    return end

@@ -1,0 +1,217 @@
+"""Losses that are no mean over a worker's samples, as far as only values show it.
+
+Two things are looked at, beside what the kinds of a loss's operations tell (`zmqtrain.train.loss_graph`):
+
+*second derivatives*: in a mean over samples no sample changes the gradient of another one. In a loss of pairs, of correlations or
+of batch statistics it does (`couples`);
+
+*constants*: what a loss divides by, over how many elements it is a mean, and by what a mean over the batch is multiplied, is the
+same on all workers, unless each computes it of its own samples (`constants_of`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from zmqtrain.data.nested import leaves
+from zmqtrain.train.loss_graph import ADDS, BENDS, MEAN, MOST_NODES, SCALES, kind_of, of_weights
+
+#: A constant with more elements is not compared.
+MOST_ELEMENTS = 4096
+#: Of so many outputs of forwards the second derivatives are looked at.
+MOST_OUTPUTS = 8
+
+OF_SAMPLES = (
+    "each sample's gradient depends on other samples of the batch (a loss of pairs, of correlations, or of the batch's own mean), "
+    "and each worker has only its own part of these: use one worker; if each worker's own loss is meant, write "
+    "session.backward(loss * n, n) for its n samples"
+)
+DIFFERENT_CONSTANTS = (
+    "this loss is not a mean over this worker's samples: what it divides by, over how many elements it is a mean, or what it "
+    "multiplies a mean by, differs between the workers, so each computes it of its own samples (a mask, targets that count, the "
+    "load of experts). Give the sum and its weight: session.backward(total, weight), with the number of those that count "
+    '(docs/sessions.md, Losses); or average such a statistic with session.all_reduce(value, "mean") before it is used; if each '
+    "worker's own loss is meant, write session.backward(loss * n, n) for its n samples"
+)
+
+
+def rows_of(output: Any, samples: int) -> Iterator[Tensor]:
+    """The tensors of a model's output that have a row for each sample, and a gradient."""
+    for leaf in leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point() and leaf.ndim and len(leaf) == samples > 1:
+            yield leaf
+
+
+def couples(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Whether the gradient of the first half of the samples depends on those of the other half.
+
+    ``outputs`` of the model have a row for each sample. If the loss cannot be differentiated twice, distances between all pairs of
+    rows say so. Does nothing if the user has hooks that would be called."""
+    samples = len(outputs[-1]) if outputs else 0
+    outputs = [output for output in outputs if len(output) == samples and output.numel()]  # others are of another batch
+    if not outputs or any(output._backward_hooks for output in outputs):
+        return False
+    half = samples // 2
+    try:
+        with torch.enable_grad():
+            first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+            mixed = [_mixture(each[:half]) for each in first if each is not None and each.requires_grad]
+            if not mixed:
+                return False
+            second = torch.autograd.grad(torch.stack(mixed).sum(), outputs, retain_graph=True, allow_unused=True)
+        found = [each.detach() for each in second if each is not None]
+        of_others = max((float(each[half:].abs().max()) for each in found), default=0.0)
+        of_all = max((float(each.abs().max()) for each in found), default=0.0)
+    except Exception:  # noqa: BLE001 - the loss has been computed, and that is all that is asked of it
+        return loss.grad_fn is not None and _has_distances(loss.grad_fn)
+    return of_others > 1e-4 * of_all
+
+
+def _has_distances(node: Node) -> bool:
+    """Whether the loss is computed of the distances of all rows from each other."""
+    nodes, seen = [node], 0
+    while nodes and seen < MOST_NODES:
+        seen += 1
+        node = nodes.pop(0)
+        if kind_of(node) in ("Cdist", "EuclideanDist", "Pdist"):
+            children = [child for child, _ in node.next_functions if child is not None]
+            points = getattr(node, "_saved_x1", getattr(node, "_saved_self", None))
+            return isinstance(points, Tensor) and points.ndim == 2 and not any(map(of_weights, children))
+        nodes += [child for child, _ in node.next_functions if child is not None]
+    return False
+
+
+def foreign_parameters(loss: Tensor, own: frozenset[int]) -> Iterator[nn.Parameter]:
+    """The parameters that ``loss`` depends on, besides those with the identities ``own``. Looks at the whole graph."""
+    nodes, seen = [] if loss.grad_fn is None else [loss.grad_fn], set[Node]()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter) and id(variable) not in own:
+            yield variable
+        nodes += [child for child, _ in node.next_functions if child is not None]
+
+
+def _mixture(gradient: Tensor) -> Tensor:
+    """A sum in which nothing cancels by accident."""
+    factors = torch.arange(1, gradient.numel() + 1, device=gradient.device, dtype=torch.float32).cos().to(gradient.dtype)
+    return (gradient.reshape(-1) * factors).sum()
+
+
+@dataclass(slots=True)
+class Constants:
+    """Those of the losses of a step, as two numbers that workers compare."""
+
+    kinds: int = 0
+    """A checksum of what they are: workers whose losses have other terms are not compared."""
+    value: float = 0.0
+
+    def add(self, found: Sequence[tuple[str, float]]) -> None:
+        for kind, value in found:
+            self.kinds = zlib.crc32(kind.encode(), self.kinds)
+            self.value += value * (1.0 + self.kinds % 1021 / 1021)
+
+
+def counts_of(loss: Tensor, samples: int) -> list[tuple[str, float]]:
+    """Over how many elements for each of the ``samples`` the loss is a mean, for each mean in it."""
+    found = constants_of(loss, samples, read=False)
+    return [(kind, count) for kind, count in found if kind in ("mean", "Mean") and count == round(count)]
+
+
+def constants_of(loss: Tensor, samples: int | None, *, read: bool) -> list[tuple[str, float]]:
+    """What of the loss must be the same on all workers, in the order of its graph.
+
+    ``samples``: this worker's, by whose number counts are divided; ``None``: not known. ``read``: values that are on the device may
+    be read."""
+    if loss.grad_fn is None or loss.numel() != 1:
+        return []
+    walk = _Walk(samples, read=read)
+    try:
+        walk.visit(loss.grad_fn)
+    except RuntimeError:  # a value has been changed in place, or the graph is gone: backward() will say so
+        return []
+    return walk.found
+
+
+class _Walk:
+    def __init__(self, samples: int | None, *, read: bool) -> None:
+        self._samples, self._read, self._left = samples, read, MOST_NODES
+        self.found: list[tuple[str, float]] = []
+
+    def visit(self, node: Node | None) -> None:
+        self._left -= 1
+        if node is None or self._left < 0:
+            return
+        kind = kind_of(node)
+        if hasattr(node, "_saved_reduction"):
+            self._of_torchs(node)
+            return
+        if kind == "Mean" and not hasattr(node, "_saved_dim"):
+            count = int(node._saved_self_sym_numel)  # type: ignore[attr-defined]
+            self.found.append((kind, count if of_weights(node) or _is_without_rows(node) else self._count(count)))
+        elif kind in ("Div", "Mul", "Dot"):
+            self._of_factor(node, kind)
+        elif kind not in ADDS | BENDS | {"Mean", "Sum", "Stack", "Rsub"}:
+            return
+        for child, _ in node.next_functions:
+            self.visit(child)
+
+    def _count(self, count: float) -> float:
+        """A number of elements, or of those for each sample."""
+        if self._samples and count % self._samples == 0:
+            return count / self._samples
+        return float(count)
+
+    def _of_torchs(self, node: Any) -> None:
+        """Of a loss function of torch."""
+        if node._saved_reduction == MEAN:
+            of = node._saved_target if kind_of(node).startswith("NllLoss") else node._saved_self
+            self.found.append(("mean", self._count(of.numel())))
+        for name in ("_saved_weight", "_saved_pos_weight"):
+            weight = getattr(node, name, None)
+            if weight is not None and weight.ndim < 2 and weight.shape[:1] != node._saved_self.shape[:1]:
+                self._keep(name, weight)
+
+    def _of_factor(self, node: Any, kind: str) -> None:
+        """Of a quotient, or of a product with something that has no gradient."""
+        one, other = [child for child, _ in node.next_functions] + [None] * (2 - len(node.next_functions))
+        if kind == "Div":
+            if other is None and isinstance(node._saved_other, Tensor) and not node._saved_other.ndim:
+                self._keep("divisor", node._saved_other)
+        elif one is None or other is None:
+            factor = (node._saved_tensor if kind == "Dot" else node._saved_other) if other is None else node._saved_self
+            if isinstance(factor, Tensor) and factor.ndim and _is_of_the_batch(one or other):
+                self._keep("factor", factor)
+
+    def _keep(self, kind: str, value: Tensor) -> None:
+        if value.numel() > MOST_ELEMENTS or not (self._read or value.device.type == "cpu"):
+            return
+        exact = value.detach().double().reshape(-1)
+        total = float(_mixture(exact) if exact.numel() > 1 else exact.sum())
+        self.found.append((kind, self._count(total) if kind == "divisor" else total))
+
+
+def _is_without_rows(node: Node, left: int = 8) -> bool:
+    """Whether this is computed, element by element, of means over samples or of several losses, so that no row is a sample's."""
+    children = [child for child, _ in node.next_functions if child is not None]
+    if any(kind_of(child) == "Stack" or _is_of_the_batch(child) for child in children):
+        return True
+    through = [child for child in children if kind_of(child) in ADDS | SCALES | BENDS]
+    return left > 0 and any(_is_without_rows(child, left - 1) for child in through)
+
+
+def _is_of_the_batch(node: Node | None) -> bool:
+    """Whether this is a mean or a sum over the first dimension, and not over all."""
+    while node is not None and kind_of(node) in ("Unsqueeze", "Squeeze", "View", "Reshape", "UnsafeView", "ToCopy", "Expand"):
+        node = node.next_functions[0][0]
+    return node is not None and kind_of(node) in ("Mean", "Sum") and 0 in tuple(getattr(node, "_saved_dim", None) or ())
