@@ -104,6 +104,14 @@ def test_one_that_comes_and_is_lost_again_while_a_member_is_slow() -> None:
     assert result.seconds < 5  # nobody waits for a time-out
 
 
+def test_until_servers_have_their_first_values_the_worker_that_gives_them_cannot_be_replaced() -> None:
+    """The auditor knows."""
+    shape = teams_topology('"sync"', groups=1, size=3, job="restarts = 2")
+    result = simulate(shape, options=Options(faults=[kill("worker/0", at=0.000712)]))
+    assert "lost worker/0 while waiting for its gradients" in str((result.ending.error or {}).get("message"))
+    assert result.broken == []
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_faults_break_nothing(seed: int) -> None:
     shape = teams_topology(APART[seed % len(APART)], epochs=True, job="restarts = 1\neval_every = 4")
