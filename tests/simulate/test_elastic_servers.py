@@ -227,3 +227,24 @@ def test_a_gradient_may_count_after_its_worker_was_lost_and_is_back() -> None:
     assert auditor._broken == []
     applied(5, 2)
     assert auditor._broken
+
+
+def test_a_piece_that_nobody_has_pushed_counts_from_where_its_groups_have_entered() -> None:
+    """The auditor's own rule: group 0 has come again at step 1 and has pushed another piece; group 1 has entered at step 2."""
+    loaded = topology("{ bound = 1 }")
+    auditor = Auditor(loaded, place(loaded), clock=lambda: 0.0)
+
+    def applied(piece: int, version: int, group: int, step: int) -> None:
+        auditor.hear(f"worker/{group}", "takes", {"step": step, "slot": 3 * step + group})
+        auditor.hear("server/0", "applied", {"piece": piece, "version": version, "reads": [(group, step, 0)], "skipped": ()})
+
+    for group in range(3):
+        auditor.hear("server/0", "dropped", {"group": group})
+    for group in range(2):
+        auditor.hear("server/0", "entered", {"group": group, "step": 1 + group})
+    applied(0, 1, 0, 1)
+    applied(0, 2, 1, 2)
+    applied(1, 1, 1, 2)
+    assert auditor._broken == []
+    applied(1, 2, 1, 3)
+    assert "3 steps ahead in piece 1" in auditor._broken[0]

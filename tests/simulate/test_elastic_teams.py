@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulate.worlds import POLICIES, STEPS, profile_file, teams_topology
 from zmqtrain.simulate.explore import explore
-from zmqtrain.simulate.faults import Fault, kill, pause, restart
+from zmqtrain.simulate.faults import Fault, drop, kill, pause, restart
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 
@@ -91,6 +91,33 @@ def test_one_worker_evaluates_for_all_also_one_that_has_come_back(tmp_path: Path
     assert result.broken == []
     assert result.seconds < 20  # nobody waits for a time-out
     assert found >= {"worker/0", "worker/1"}
+
+
+def test_one_that_comes_and_is_lost_again_while_a_member_is_slow() -> None:
+    """Two of the others have announced their newest steps by then. The third one hears of both at once: the same are there."""
+    cut = drop("worker/3", "server/0", at=0.00423)  # it still waits for this server's word about the first loss
+    faults = cut, restart("worker/0", at=0.00558, after=0.0003), restart("h1", at=0.0162, after=0.01)
+    shape = teams_topology('"sync"', job="restarts = 2")
+    result = simulate(shape, options=Options(faults=faults))
+    assert result.ending.status == "done", result.ending.error
+    assert result.broken == []
+    assert result.seconds < 5  # nobody waits for a time-out
+
+
+def test_one_that_had_nothing_left_is_refused_if_it_would_train_old_parameters() -> None:
+    """In step 8 two batches are left for three workers. The last one rests, and gets the second one's batch after an update."""
+    faults = kill("worker/3", step=3), kill("worker/1", step=8), kill("worker/0", step=9)
+    result = simulate(teams_topology('"sync"', groups=4, size=1, epochs=True), options=Options(faults=faults))
+    assert result.ending.status == "failed"
+    assert "with version 8 of piece" in str((result.ending.error or {}).get("message"))
+
+
+def test_until_servers_have_their_first_values_the_worker_that_gives_them_cannot_be_replaced() -> None:
+    """The auditor knows."""
+    shape = teams_topology('"sync"', groups=1, size=3, job="restarts = 2")
+    result = simulate(shape, options=Options(faults=[kill("worker/0", at=0.000712)]))
+    assert "lost worker/0 while waiting for its gradients" in str((result.ending.error or {}).get("message"))
+    assert result.broken == []
 
 
 @pytest.mark.parametrize("seed", range(3))

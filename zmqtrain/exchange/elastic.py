@@ -113,6 +113,7 @@ class ElasticMembers:
             self.form(TeamsChange(0, first_teams(groups, first), {}))
         self._complete = [-1]  # for each of these: the newest step that counted with all who trained it
         self._versions = [-1]  # for each of these: the version of the view
+        self._changes_agreed = 0  # how often those that can take part had changed (`View.changes`), in the newest of these views
         self._begun = -1 if membership.late else 0  # the newest step that may have begun
         self._first: int | None = None if membership.late else 0  # this process's first step, once it is known
         self._agreement: asyncio.Task[None] | None = None
@@ -288,7 +289,7 @@ class ElasticMembers:
             return None
         view = self._membership.view
         living = self._living(view)
-        if living != self._plans[-1][1]:  # the agreement about that begins at once
+        if self._differs(view):  # the agreement about that begins at once
             await asyncio.sleep(0)
             return None
         try:
@@ -346,8 +347,13 @@ class ElasticMembers:
     def _on_view(self, view: View) -> None:
         self._viewed.set()
         waiting = self.late and self._begun < 0  # `join` ends this
-        if not self._stopped and not waiting and self._agreement is None and self._living(view) != self._plans[-1][1]:
+        if not self._stopped and not waiting and self._agreement is None and self._differs(view):
             self._begin_agreement()
+
+    def _differs(self, view: View) -> bool:
+        """Whether the members must agree about this view. They must also if others came and are lost again, so that the same are
+        there: some may have announced their newest steps meanwhile, and wait for all."""
+        return view.changes != self._changes_agreed or self._living(view) != self._plans[-1][1]
 
     def _begin_agreement(self) -> None:
         self._agreement = asyncio.get_running_loop().create_task(self._agree(), name="agree on members")
@@ -384,14 +390,18 @@ class ElasticMembers:
             if self._prepare is not None:
                 step = await self._prepare(step, living, view.version)
             self._plans.append((step, living))
+            self._changes_agreed = view.changes
             self._complete.append(decision.newest)
             self._versions.append(decision.version)
             if self.division is not None:
                 self.division.change(step, list(living.items()), decision.newest)
             if self._commits is not None:
                 self._commits.decide(decision)
-            gone = [peer for peer in self._plans[-2][1] if peer not in living]
+            before = self._plans[-2][1]
+            gone = [peer for peer in before if peer not in living]
             reason = f"lost {', '.join(gone)}" if gone else "others have joined"
+            if living == before and self._begun >= 0:
+                reason = "others came, and are lost again"
             self._recorder.event("view", step=step, version=view.version, members=list(living), reason=reason)
             for change in self._changes:
                 change(step, tuple(living))

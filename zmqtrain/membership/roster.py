@@ -110,6 +110,7 @@ class Roster:
         self._joining = Joins()
         self._barriers = Barriers(timeouts.barrier_s)
         self._version = 0
+        self._changes = 0  # of those that can take part, since all had joined
         self._everyone: tuple[tuple[int, bool], tuple[PeerId, ...]] = (-1, False), ()
         self._complete = False
         self._join_deadline = now + timeouts.join_s
@@ -126,11 +127,11 @@ class Roster:
         members = {f"{MEMBER}{entry.member.peer}": value_of_entry(entry) for entry in self._members if not entry.is_observer}
         opened = {f"{OPENED}{name}": value for name, value in self._barriers.opened().items()}
         chains: dict[str, Value] = {CHAINS: self._chains.to_value()} if self._chains else {}
-        return {RUN: [*run, halt, self._halt_told, failures, [*self._losses]], **chains, **members, **opened}
+        return {RUN: [*run, halt, self._halt_told, failures, [*self._losses], self._changes], **chains, **members, **opened}
 
     def _restore(self, ledger: Mapping[str, Any], now: float) -> None:
-        state, version, told, complete, self._end_reason, self._elastic, halt, halt_told, failures, losses = ledger[RUN]
-        self._version, self._told, self._complete = version, told, complete
+        state, version, told, complete, self._end_reason, self._elastic, halt, halt_told, failures, losses, changes = ledger[RUN]
+        self._version, self._told, self._complete, self._changes = version, told, complete, changes
         self._chains = Chains.from_value(ledger.get(CHAINS, ()))
         self.halt_reason, self._halt_told = halt, halt_told
         self.state, self._losses = State(state), list(losses)
@@ -175,7 +176,8 @@ class Roster:
 
     def view(self) -> View:
         """The members as they are now."""
-        return replace(self._members.view(self._version, complete=self._complete), chains=self._chains.value)
+        view = self._members.view(self._version, complete=self._complete)
+        return replace(view, chains=self._chains.value, changes=self._changes)
 
     def is_here(self, peer: PeerId) -> bool:
         """Whether this peer is a member now."""
@@ -297,6 +299,7 @@ class Roster:
         error, entry = self._may_not(peer), self._members.get(peer)
         if error is not None or entry is None:
             return [Refuse(ticket, error or ProtocolError(f"{peer} is not a member of this run"))]
+        self._changes += entry.member.kind == "worker" and not entry.member.ready
         entry.member = replace(entry.member, ready=True)
         self._version += 1
         reason = f"{peer} is ready to take part"
@@ -609,6 +612,7 @@ class Roster:
         """A member is gone, for any reason. Members that wait for it are told."""
         if entry.here:
             self._version += 1
+            self._changes += self._complete and entry.member.kind == "worker" and entry.member.ready
         entry.presence, entry.reason = presence, reason[:LONGEST_TEXT]
         peer = entry.member.peer
         if entry.member.kind == "agent":

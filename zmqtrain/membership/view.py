@@ -50,6 +50,9 @@ class View:
     """The members that were lost, with the reasons."""
     chains: tuple[tuple[PeerId, ...], ...] = ()
     """If shards of the model are kept more than once: the servers that have each of them. The first one serves it."""
+    changes: int = 0
+    """How often others could take part, since all had joined: a worker was lost or has left, or one that came late was ready. Also
+    if it was another one in the end that came and was lost again, so that the same can take part as before."""
 
     def workers(self) -> list[Member]:
         """All workers, in order of rank."""
@@ -68,14 +71,19 @@ class View:
             "members": members,
             "lost": dict(self.lost),
         }
-        return {**value, "chains": [list(chain) for chain in self.chains]} if self.chains else value
+        if self.chains:
+            value["chains"] = [list(chain) for chain in self.chains]
+        if self.changes:
+            value["changes"] = self.changes
+        return value
 
     @classmethod
     def from_value(cls, value: Any) -> View:
         """The view that `to_value` wrote. Raises ``KeyError`` or ``TypeError`` for anything else."""
         members = [Member(**member) for member in value["members"]]
         chains = tuple(tuple(map(str, chain)) for chain in value.get("chains", ()))
-        return cls(value["version"], value["complete"], {member.peer: member for member in members}, dict(value["lost"]), chains)
+        here, changes = {member.peer: member for member in members}, int(value.get("changes", 0))
+        return cls(value["version"], value["complete"], here, dict(value["lost"]), chains, changes)
 
 
 #: `dataclasses.asdict` takes ten times as long, and a view may have thousands of members.

@@ -93,6 +93,7 @@ class Head:
                     return
                 standing = serving.aggregator.standing(push.piece, push.group, push.step)
                 if standing == "new":
+                    serving.check_present(push)
                     number = await self._log(operation)
                     await copy.perform(operation, number, push)
                 elif standing == "answered" and serving.answered.get((push.group, push.piece)) != push.step + 1:

@@ -326,11 +326,26 @@ class Serving:
             try:
                 push = parse_push(sender, tag, payload, entries, groups, teams=self._several)
                 async with self.lock:
+                    self.check_present(push)
                     await self.push(push, payload.nbytes)
             except ProtocolError as error:
                 self._refusals.refuse(sender, tag, error)
             load.done(waiting=pushes.ready, nbytes=payload.nbytes)
             del payload
+
+    def check_present(self, push: Push) -> None:
+        """In synchronous training all gradients of an update are of the same parameters. A group that had nothing more to train,
+        and was given something after a loss, may have older ones, since the others have gone on meanwhile.
+        Raises `ProtocolError`."""
+        if not self._elastic or self._configuration.policy != "sync" or self.lives.get(push.group) != push.life:
+            return
+        entry, again = self._shard.entries[push.piece], self._again.get(push.group, ())
+        if push.version < entry.version and push.piece not in again:
+            raise ProtocolError(
+                f"group {push.group} has trained step {push.step} with version {push.version} of piece {push.piece}, which has "
+                f"version {entry.version} by now: the others went on while it had nothing to train, and then a worker was lost; "
+                "resume from a checkpoint"
+            )
 
     async def _take_orders(self, orders: Subscription) -> None:
         while True:

@@ -72,7 +72,7 @@ class Auditor:
         self._ledger = Ledger(topology, placement)
         self._ran = False  # all had joined
         self._trains: set[PeerId] = set()  # workers that have begun a step
-        self._died_early = False  # a launcher, before all workers trained
+        self._died_early = False  # a launcher before all workers trained, or a worker without which servers cannot begin
         self._last_s = 0.0
         self._first = 0
         exchange = topology.exchange
@@ -167,6 +167,11 @@ class Auditor:
             self._entered[server, group] = step
             self._entries.add((server, group, step))
 
+    def _begins(self, server: PeerId, group: int) -> int:
+        """The step with which the group begins, for a piece of which nothing has been pushed yet."""
+        late = None if (server, group) in self._gone else self._entered.get((server, group))
+        return self._first if late is None else max(self._first, late)
+
     def _hear_read(self, peer: PeerId, piece: int, step: int, version: int) -> None:
         """A worker has the answer to its push of the step before."""
         group = self._placement.role(peer).group
@@ -183,7 +188,7 @@ class Auditor:
         if version != known + 1:
             self.note(f"{server} went from version {known} of piece {piece} to version {version}")
         self._versions[server, piece] = version
-        counts = self._pushed.setdefault((server, piece), [self._first] * self._placement.groups)
+        counts = self._pushed.setdefault((server, piece), [self._begins(server, group) for group in range(self._placement.groups)])
         for group, step, _read in values["reads"]:
             key = (server, piece, int(group), int(step))
             self._after[piece, int(group), int(step)] = version
@@ -238,6 +243,9 @@ class Auditor:
             self._lost.update(dict.fromkeys(role.peer for role in self._placement.of_host(peer.removeprefix("agent/"))))
         elif kind == "lost":
             self._lost[peer] = None
+        if kind == "lost" and self._slots is not None and not self._trains:
+            # The first group gives the servers their first values. Until they have these, none of it can be replaced.
+            self._died_early = self._died_early or not self._lost.keys().isdisjoint(self._placement.group_members(0))
         if kind in ("lost", "failed"):
             for each in (peer, *(role.peer for role in self._placement.of_host(peer.removeprefix("agent/")))):
                 self._chains.remove(each)
