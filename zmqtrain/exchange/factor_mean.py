@@ -88,7 +88,7 @@ class FactorMean:
         return layout.first_rights(str(index), like) if kept is None else kept
 
     def state(self, group: Group) -> Mapping[str, Payload]:
-        """What the next means need, for checkpoints."""
+        """The state that a checkpoint has to keep, by name: what was not sent yet, and Q. Tensors alias this object's own."""
         return {name: TensorPayload.of(tensor) for name, tensor in self._state.items()}
 
     def restore(self, group: Group, state: Mapping[str, Payload]) -> None:

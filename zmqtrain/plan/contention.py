@@ -61,7 +61,7 @@ class Fc:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A group's step."""
+    """The computation and the messages of a group in one step."""
 
     loads: Sequence[LayerLoad]
     buckets: Sequence[Sequence[int]]

@@ -165,7 +165,7 @@ class Paper:
         return divisors(self.machines)
 
     def conv_s(self, size: int) -> float:
-        """t_conv(k), in seconds."""
+        """t_conv(k): seconds that a group of ``size`` machines takes for the convolutions of a batch."""
         return max(self.conv_compute_s / size, size * self.conv_network_s)
 
     def step(self, groups: int) -> GroupStep:

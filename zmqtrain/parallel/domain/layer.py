@@ -55,7 +55,7 @@ class Across:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One divided dimension."""
+    """A divided dimension of an image: its geometry, this process's strip, and the exchange of halos along it."""
 
     geometry: Reach
     out_division: Division

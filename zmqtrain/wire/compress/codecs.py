@@ -37,7 +37,7 @@ class Codec(Protocol):
         ...
 
     def unpack(self, packed: torch.Tensor, numel: int, dtype: str) -> torch.Tensor:
-        """What the receiver gets."""
+        """Decode packed elements, as the receiver does. Returns a flat tensor."""
         ...
 
     def of_mean(self, count: int) -> Codec:
