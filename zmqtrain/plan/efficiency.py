@@ -146,7 +146,7 @@ def divisors(number: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Paper:
+class PaperModel:
     """The paper's model, with an FC server that all groups share (appendix D.4.1). Implements `Model`."""
 
     machines: int
@@ -174,7 +174,7 @@ class Paper:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredModel:
     """A model with measured t_conv(k) and t_fc. Implements `Model`."""
 
     machines: int
