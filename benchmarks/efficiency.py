@@ -20,7 +20,7 @@ from benchmarks.case import Case, case_of
 from benchmarks.models import cifarnet
 from examples.mnist import lenet
 from zmqtrain.errors import UsageError, ZmqTrainError
-from zmqtrain.plan.efficiency import Efficiency, Paper, divisors, efficiency
+from zmqtrain.plan.efficiency import Efficiency, PaperModel, divisors, efficiency
 from zmqtrain.plan.group_step import AS_IT_IS, variants
 from zmqtrain.plan.setup import source_of
 from zmqtrain.simulate.run import Options, simulate
@@ -74,7 +74,7 @@ pricing = "paper"
 
 #: The paper's (section 5.1.1, figure 20): t_conv(32) = 5.7 t_fc by the network, and enough arithmetic to keep 4 groups of 8 busy.
 MACHINES, BATCH, FC_S = 32, 64, 0.1
-PAPER = Paper(machines=MACHINES, conv_compute_s=20 * FC_S, conv_network_s=5.7 / 32 * FC_S, fc_s=FC_S)
+PAPER = PaperModel(machines=MACHINES, conv_compute_s=20 * FC_S, conv_network_s=5.7 / 32 * FC_S, fc_s=FC_S)
 _FIGURE = """
 [job]
 name = "figure"

@@ -66,7 +66,7 @@ class Curves:
 
 
 def draw(title: str, panels: Sequence[Bars | Curves]) -> svg.Picture:
-    """The picture."""
+    """Draw panels below each other, under a title. Returns the picture."""
     bars = [LEFT + len(panel.bars) * (BAR + GAP) + EDGE for panel in panels if isinstance(panel, Bars)]
     titles = [LEFT + math.ceil(_LETTER * len(panel.title)) + EDGE for panel in panels]
     width, y = max([LEAST, *bars, *titles]), float(_HEAD)

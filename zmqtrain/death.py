@@ -1,4 +1,4 @@
-"""Nothing may outlive the run: on Linux the kernel ends a process with its parent."""
+"""The end of processes: on Linux the kernel ends a process with its parent, and tells when one has ended."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ def outlive_parent() -> None:
 def adopt_descendants() -> None:
     """On Linux, processes below this one whose parents end become its children, wherever they have moved in the meantime."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def open_pidfd(process: int) -> int | None:
+    """Open a file descriptor that becomes readable when a process ends.
+
+    ``process``: its number. Returns ``None`` where there are none (before Linux 5.3, in some sandboxes, on other systems). Raises
+    `ProcessLookupError` if there is no such process.
+    """
+    try:
+        return os.pidfd_open(process)
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):
+        return None
 
 
 def end_group(leader: int) -> None:

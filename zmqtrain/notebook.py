@@ -32,7 +32,7 @@ class Output:
         self._handle: Any = display(card, display_id=True)
 
     def show(self, card: Card) -> None:
-        """Show this instead."""
+        """Replace the displayed card."""
         self._handle.update(card)
 
 

@@ -81,7 +81,7 @@ def text(
 
 
 def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 2) -> str:
-    """A straight line."""
+    """The SVG element of a straight line."""
     return _element("line", "", x1=x1, y1=y1, x2=x2, y2=y2, stroke=colour, **{"stroke-width": width})
 
 
@@ -92,7 +92,7 @@ def curve(points: Iterable[tuple[float, float]], colour: str) -> str:
 
 
 def dot(x: float, y: float, colour: str, radius: float = 3.5) -> str:
-    """A filled circle."""
+    """The SVG element of a filled circle."""
     return _element("circle", "", cx=x, cy=y, r=radius, fill=colour)
 
 

@@ -223,7 +223,7 @@ def test_what_a_forked_process_maps_at_first_lies_elsewhere(make: Make) -> None:
     tensors = [torch.full((1 << 22,), 1.0) for _ in range(4)]
     flat = next((each for each in tensors if adopt(adoptions, each) is not None), None)
     if flat is None:
-        pytest.skip("this process's large tensors do not lie in memory that can be adopted")
+        pytest.skip("no large tensor of this process lies in ordinary memory: moved storages may have left adopted pages")
     del gone  # its pages, of other adoptions, are given up as the process forks
     pid = os.fork()
     if pid == 0:

@@ -12,9 +12,9 @@ from zmqtrain.plan.efficiency import (
     PATH,
     Efficiency,
     GroupStep,
-    Measured,
+    MeasuredModel,
     Model,
-    Paper,
+    PaperModel,
     Station,
     efficiencies,
     efficiency,
@@ -23,7 +23,7 @@ from zmqtrain.plan.efficiency import (
 from zmqtrain.simulate.clock import run_virtual
 
 #: t_conv(32) = 5.7 t_fc by the network, and enough arithmetic to keep 4 groups of 8 busy.
-FIGURE = Paper(machines=32, conv_compute_s=20.0, conv_network_s=5.7 / 32, fc_s=1.0)
+FIGURE = PaperModel(machines=32, conv_compute_s=20.0, conv_network_s=5.7 / 32, fc_s=1.0)
 
 
 def powers(model: Model) -> dict[int, Efficiency]:
@@ -64,15 +64,19 @@ def test_the_fewest_groups_that_are_as_fast_as_any() -> None:
 
 
 def test_what_was_measured_goes_before_formulas() -> None:
-    model = Measured(4, {4: 3.0, 2: 2.0, 1: 5.0}, fc_s=1.0)
+    model = MeasuredModel(4, {4: 3.0, 2: 2.0, 1: 5.0}, fc_s=1.0)
     assert [each.seconds for each in efficiencies(model)] == [4.0, 1.5, 1.5]
-    assert [each.seconds for each in efficiencies(Measured(4, lambda size: 4.0 / size, 1.0, merged=False))] == [1.25, 1.25, 1.25]
+    assert [each.seconds for each in efficiencies(MeasuredModel(4, lambda size: 4.0 / size, 1.0, merged=False))] == [
+        1.25,
+        1.25,
+        1.25,
+    ]
     with pytest.raises(UsageError, match=r"t_conv was not measured for groups of 2; it was measured for 1, 4"):
-        efficiencies(Measured(4, {4: 3.0, 1: 5.0}, 1.0))
+        efficiencies(MeasuredModel(4, {4: 3.0, 1: 5.0}, 1.0))
 
 
 def test_pipelining_hides_the_fc_phase_and_adds_staleness() -> None:
-    plain, piped = powers(Paper(8, 16.0, 0.0, 1.0)), powers(Paper(8, 16.0, 0.0, 1.0, depth=2))
+    plain, piped = powers(PaperModel(8, 16.0, 0.0, 1.0)), powers(PaperModel(8, 16.0, 0.0, 1.0, depth=2))
     assert plain[1].seconds == 3.0
     assert (piped[1].seconds, piped[1].bottleneck) == (2.0, "the convolutions")
     assert (plain[2].step.staleness, piped[2].step.staleness) == (1, 3)
@@ -102,8 +106,10 @@ async def queue(model: Model, groups: int, rounds: int) -> float:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize("model", [FIGURE, Paper(32, 40.0, 0.02, 0.3), Paper(32, 3.0, 0.5, 2.0)], ids=["figure", "slow", "fc"])
-def test_a_queue_of_constant_times_keeps_to_the_law(model: Paper, groups: int) -> None:
+@pytest.mark.parametrize(
+    "model", [FIGURE, PaperModel(32, 40.0, 0.02, 0.3), PaperModel(32, 3.0, 0.5, 2.0)], ids=["figure", "slow", "fc"]
+)
+def test_a_queue_of_constant_times_keeps_to_the_law(model: PaperModel, groups: int) -> None:
     predicted = efficiency(model.step(groups))
     measured = run_virtual(queue(model, groups, rounds=12))
     assert measured == pytest.approx(predicted.seconds, rel=0.02 if predicted.bottleneck == FC_SERVER else 0.05)

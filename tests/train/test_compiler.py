@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import torch._dynamo
+
 from tests.patience import PATIENCE_S
+from zmqtrain.train.compiler import once_there, postpone
 
 _BEGINNING = """
 import sys
@@ -43,24 +46,14 @@ def run(code: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_optimizers_do_without_it_and_are_the_same_with_it() -> None:
+def test_optimizers_do_without_it_and_what_is_marked_is_not_compiled_once_it_is_there() -> None:
+    """Optimizers are the same with it. Marks from before it was there are its own now: for optimizers, and for our hooks."""
     code = """
 makes = [
     lambda each: torch.optim.SGD(each, 0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop,
     torch.optim.Adagrad, torch.optim.LBFGS,
 ]
 before = [steps(make) for make in makes]
-print(there())
-torch.compiler.reset()
-print(there(), before == [steps(make) for make in makes])
-"""
-    assert run(code) == ["False", "True", "True"]
-
-
-def test_what_is_marked_is_not_compiled_once_it_is_there() -> None:
-    """Marks from before it was there are its own now: for optimizers, and for our hooks."""
-    code = """
-steps(lambda each: torch.optim.SGD(each, 0.1))
 called = []
 def watch(*_):
     called.append(torch.compiler.is_compiling())
@@ -68,7 +61,7 @@ model = nn.Linear(3, 1)
 model.register_forward_pre_hook(OwnHook(watch))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 once_there(lambda: print("once"))
-assert not there()
+print(there())
 
 @torch.compile(backend="eager")
 def train(batch):
@@ -81,16 +74,17 @@ print(there(), called)
 print(hasattr(vars(torch.optim.Optimizer.zero_grad.__wrapped__)["__dynamo_disable"], "_torchdynamo_disable"))
 from torch._dynamo import eval_frame
 print(sys.modules["torch._dynamo"] is torch._dynamo, eval_frame is torch._dynamo.eval_frame)
+print(before == [steps(make) for make in makes])
 """
-    assert run(code) == ["once", "True", "[False,", "False]", "True", "True", "True"]
+    assert run(code) == ["False", "once", "True", "[False,", "False]", "True", "True", "True", "True"]
 
 
 def test_nothing_is_postponed_that_is_there_already() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch._dynamo\n" + _BEGINNING + "print(there(), torch._dynamo.eval_frame is not None)"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    """In this process, whether or not it had a stand-in for it until now."""
+    assert torch._dynamo.eval_frame is not None
+    there = sys.modules["torch._dynamo"]
+    postpone()
+    assert sys.modules["torch._dynamo"] is torch._dynamo is there
+    called = []
+    once_there(lambda: called.append(True))
+    assert called == [True]

@@ -69,7 +69,7 @@ def plan_of(choice: str, grid: str) -> list[dict[str, str]]:
 
 @pairwise(
     {
-        "groups, grid": [(1, "2x1"), (1, "3x2"), (2, "2x1"), (2, "2x2")],
+        "groups, grid": [(1, "2x1"), (1, "3x2"), (2, "2x2")],
         "kind": list(KINDS),
         "choice": ["model", "domain", "batch"],
     }
@@ -108,7 +108,10 @@ async def test_divided_groups_equal_one_process(groups: int, grid: str, kind: st
 async def test_rows_sum_in_the_hosts_memory(kind: str) -> None:
     """Each row its own part, all together what is whole, and also staged: the numbers are those of sums over the network."""
     found = []
-    for shared, staged in ((False, False), (True, False), (True, True)):
+    ways = [(False, False), (True, False), (True, True)]
+    if kind != "allreduce":  # what does not stage is all-reduce's own; the sums of all kinds are the same code
+        del ways[1]
+    for shared, staged in ways:
         recipe = recipe_of()
         topology = topology_of(
             job={"steps": 2},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zmqtrain.errors import TopologyError, UsageError
-from zmqtrain.plan.efficiency import Measured, Paper
+from zmqtrain.plan.efficiency import MeasuredModel, PaperModel
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
 from zmqtrain.tune.job import LIMIT_S, PARTS, SPARE, job_of, space_for, space_of
@@ -59,19 +59,19 @@ def test_training_keeps_its_end_and_some_before(tmp_path: Path) -> None:
 
 def test_the_space_of_a_file() -> None:
     tune = {"momenta": [0.0, 0.5], "learning_rates": [0.1], "probe": 9, "period": 99, "cold": 0, "share": 0.2, "time_limit": "2 h"}
-    space = space_of(topology_of(tune=tune), Paper(4, 8.0, 0.1, 1.0))
+    space = space_of(topology_of(tune=tune), PaperModel(4, 8.0, 0.1, 1.0))
     assert space.groups == (1, 2, 4)
     assert space.saturation is None
     assert (space.momenta, space.rates, space.probe, space.period, space.cold) == ((0.0, 0.5), (0.1,), 9, 99, 0)
     assert (space.share, space.limit_s) == (0.2, 7200.0)
-    assert space_of(topology_of(), Paper(4, 8.0, 0.1, 1.0), measured=False).saturation == 4
-    unknown = space_of(topology_of(), Measured(4, lambda size: 0.0, 0.0))
+    assert space_of(topology_of(), PaperModel(4, 8.0, 0.1, 1.0), measured=False).saturation == 4
+    unknown = space_of(topology_of(), MeasuredModel(4, lambda size: 0.0, 0.0))
     assert set(unknown.update_s.values()) == {1.0}
 
 
 def test_the_space_of_a_job() -> None:
     """A search may take a tenth of search and training together; measuring has taken a part of that."""
-    space = space_of(topology_of(tune={"share": 0.1}), Paper(4, 8.0, 0.1, 1.0))
+    space = space_of(topology_of(tune={"share": 0.1}), PaperModel(4, 8.0, 0.1, 1.0))
     assert space.limit_s == LIMIT_S
     measured = {1: 4.0, 2: 2.0, 4: 2.0}
     found = space_for(space, measured, job_s=900.0, spent_s=20.0)

@@ -35,7 +35,7 @@ class Descriptor:
     """Whose order it keeps (`zmqtrain.c10d.order`)."""
 
     def pack(self) -> bytes:
-        """``NBYTES`` bytes."""
+        """Encode the descriptor. Returns ``NBYTES`` bytes."""
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         kind = self.kind.encode()[:24]
         return _FORMAT.pack(kind, dtype.encode()[:16], self.number, self.numel, self.root, self.detail, self.stream)

@@ -27,7 +27,7 @@ _COMBINE: dict[object, Combine] = {
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One reduce operation."""
+    """A reduce operation of torch.distributed, as a function of two tensors and what is done before and after it."""
 
     name: str
     """The operation's name in torch, without its factor."""

@@ -31,7 +31,7 @@ class OtherStreamError(Exception):
 
 
 class Ordered(Protocol):
-    """A process group."""
+    """The part of a process group that the order of its operations needs."""
 
     callbacks: bool
     """Whether a future of one of its operations has a callback. A program's threads attach them in the order of their calls."""
@@ -69,7 +69,7 @@ class Following:
 
 
 class Streamed(Protocol):
-    """What is put in order."""
+    """An operation that waits for its turn in the order of a stream."""
 
     @property
     def stream(self) -> int: ...
@@ -108,7 +108,7 @@ class Line(Generic[J]):
         self._sought = stream
 
     def take(self) -> J:
-        """The next one."""
+        """Remove the operation whose turn it is, and return it. There must be one."""
         found = self._find()
         assert found is not None, "there is none yet"
         self._jobs.remove(found)

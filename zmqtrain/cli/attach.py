@@ -31,7 +31,7 @@ class Follower:
         self._tail = Tail(self._files())
 
     def look(self) -> None:
-        """Show new output."""
+        """Show the lines that the run's log and event files have got since the last call."""
         for file in self._files():
             lines = self._tail.new_lines(file)
             if file.suffix == ".log" and lines:

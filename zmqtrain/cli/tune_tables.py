@@ -124,7 +124,7 @@ class Shown:
         self._console.print(table)
 
     def note(self, text: str) -> None:
-        """Print one line."""
+        """Print a line of text for people; nothing is printed with ``--json``."""
         if not self._json:
             self._print(text)
 

@@ -193,7 +193,7 @@ class Begun(Generic[T]):
         return self._result[0]
 
     def cancel(self) -> None:
-        """Cancel the work."""
+        """Cancel the coroutine on the loop. May be called in any thread; nothing happens if it has ended."""
         with suppress(RuntimeError):  # the loop is closed
             self._bridge.loop.call_soon_threadsafe(self._cancel)
 

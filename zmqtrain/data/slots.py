@@ -28,7 +28,7 @@ Progress: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One batch."""
+    """The batch of one group at one step, as a place in the sequence of all batches."""
 
     number: int
     torn: tuple[tuple[int, int], ...] = ()

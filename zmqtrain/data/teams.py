@@ -34,7 +34,7 @@ class Team:
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
-        """The members' names."""
+        """The names of the members, in the order of their ranks in the team."""
         return tuple(peer for peer, _ in self.members)
 
     def follows(self, other: Team) -> bool:
@@ -43,7 +43,7 @@ class Team:
 
     @property
     def unit(self) -> Life:
-        """What takes turns in a `zmqtrain.data.slots.SlotPlan`."""
+        """The team's name and life, by which a `zmqtrain.data.slots.SlotPlan` knows it."""
         return self.name, self.life
 
     def to_value(self) -> Value:

@@ -219,7 +219,7 @@ class Exchange(Protocol):
 
     @property
     def model(self) -> RunModel:
-        """Where the run's model is."""
+        """Who has the parameters that are the run's model, and how they are obtained."""
         ...
 
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:

@@ -69,11 +69,7 @@ async def send_part(
     The checkpoint of the step is complete once all roles' parts are there (`wait_committed`). Raises `PeerTimeoutError`,
     `PeerLostError`, or the `CheckpointError` with which the coordinator answers.
     """
-
-    async def send() -> None:
-        await _send(endpoint, (SAVE, step, name), tensors, sidecar, WRITTEN, coordinator, timeout_s)
-
-    await repeated(endpoint, coordinator, send, of_another=True)
+    await _send(endpoint, (SAVE, step, name), tensors, sidecar, WRITTEN, coordinator, timeout_s)
 
 
 async def send_alone(
@@ -87,11 +83,7 @@ async def send_alone(
     coordinator: PeerId = COORDINATOR,
 ) -> None:
     """Like `send_part`, for a model that belongs to no checkpoint."""
-
-    async def send() -> None:
-        await _send(endpoint, (ALONE, step, name), tensors, sidecar, ALONE_WRITTEN, coordinator, timeout_s)
-
-    await repeated(endpoint, coordinator, send, of_another=True)
+    await _send(endpoint, (ALONE, step, name), tensors, sidecar, ALONE_WRITTEN, coordinator, timeout_s)
 
 
 async def _send(
@@ -103,14 +95,19 @@ async def _send(
     to: PeerId,
     timeout_s: float,
 ) -> None:
-    sent = deque([await endpoint.send(to, tag, pack_manifest(tensors, sidecar), priority=PRIORITY)])
-    for payload in tensors.values():
-        if len(sent) > MOST_ON_THEIR_WAY:  # they may have been made for this, and are freed then
-            await sent.popleft().wait_released()
-        sent.append(await endpoint.send(to, tag, payload, priority=PRIORITY))
-    await endpoint.request(to, written, *tag[1:], timeout=timeout_s)
-    for message in sent:
-        await message.wait_released()
+    """Send tensors and wait for the answer, again if another coordinator has taken the first one's place meanwhile."""
+
+    async def send() -> None:
+        sent = deque([await endpoint.send(to, tag, pack_manifest(tensors, sidecar), priority=PRIORITY)])
+        for payload in tensors.values():
+            if len(sent) > MOST_ON_THEIR_WAY:  # they may have been made for this, and are freed then
+                await sent.popleft().wait_released()
+            sent.append(await endpoint.send(to, tag, payload, priority=PRIORITY))
+        await endpoint.request(to, written, *tag[1:], timeout=timeout_s)
+        for message in sent:
+            await message.wait_released()
+
+    await repeated(endpoint, to, send, of_another=True)
 
 
 async def wait_committed(endpoint: Endpoint, step: int, *, timeout_s: float, coordinator: PeerId = COORDINATOR) -> bool:

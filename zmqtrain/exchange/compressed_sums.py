@@ -20,7 +20,7 @@ from zmqtrain.wire.phantom import PhantomPayload
 
 
 class Mean(Protocol):
-    """`RoundedMean` or `FactorMean`."""
+    """A compressed mean over a group, with its state: `RoundedMean` or `FactorMean`."""
 
     async def mean(self, group: Group, index: int, payload: Payload, tag: Tag, *, priority: int = 0) -> None: ...
 

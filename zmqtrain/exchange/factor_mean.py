@@ -21,6 +21,7 @@ from zmqtrain.exchange.rounded_mean import tensor_of
 from zmqtrain.net.endpoint import Tag
 from zmqtrain.wire.compress import Matrix, kept_of
 from zmqtrain.wire.compress.factors import Layout, lefts_of, orthonormal, rights_of
+from zmqtrain.wire.compress.feedback import with_kept
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -47,8 +48,7 @@ class FactorMean:
 
         def left(flat: Tensor) -> Tensor:
             nonlocal whole
-            lost = self._state.get(f"lost/{index}")
-            whole = flat.clone() if lost is None else flat + lost
+            whole = with_kept(self._state, f"lost/{index}", flat, in_place=False)  # a step may be given up before its end
             return torch.cat((*layout.rest_of(whole), lefts_of(layout, whole, self._right(index, layout, whole))))
 
         def right(lefts: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class FactorMean:
         return layout.first_rights(str(index), like) if kept is None else kept
 
     def state(self, group: Group) -> Mapping[str, Payload]:
-        """What the next means need, for checkpoints."""
+        """The state that a checkpoint has to keep, by name: what was not sent yet, and Q. Tensors alias this object's own."""
         return {name: TensorPayload.of(tensor) for name, tensor in self._state.items()}
 
     def restore(self, group: Group, state: Mapping[str, Payload]) -> None:

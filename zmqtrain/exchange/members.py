@@ -152,7 +152,7 @@ class Members(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Stop taking part."""
+        """End this worker's part in agreements about the members."""
 
 
 class FixedMembers:

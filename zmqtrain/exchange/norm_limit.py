@@ -66,7 +66,7 @@ class NormLimit:
         return factor
 
     def state(self) -> dict[str, Value]:
-        """For a checkpoint."""
+        """The state that a checkpoint has to keep, as plain values for `load`."""
         norms: Value = {str(piece): norm for piece, norm in self._norms.items()}
         return {"norms": norms, "applied": self._applied, "came": self._came, "weight": self._weight}
 

@@ -61,7 +61,7 @@ class RateRecovery:
 
     @property
     def factor(self) -> float:
-        """By what the rate is multiplied now."""
+        """The factor by which the learning rate is multiplied at present."""
         return math.exp(self._log)
 
     def told(self, found: Mapping[int, Alignment]) -> None:
@@ -82,7 +82,7 @@ class RateRecovery:
         self._log = min(math.log(self._ceiling), max(0.0, self._log + change * part / self._groups))
 
     def state(self) -> dict[str, Value]:
-        """For a checkpoint."""
+        """The state that a checkpoint has to keep, as plain values for `load`."""
         last: Value = {str(piece): list(each) for piece, each in self._last.items()}
         return {"last": last, "cosine": self._cosine, "seen": self._seen, "log": self._log}
 

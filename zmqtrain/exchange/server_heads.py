@@ -23,7 +23,7 @@ AGAIN = "again"
 
 
 class Heads:
-    """By shard."""
+    """The server that serves each shard at present, as workers know it."""
 
     def __init__(self, endpoint: Endpoint, servers: Sequence[PeerId], *, membership: Membership | None = None) -> None:
         """``servers``: those that begin with a shard each. ``membership``: given if shards are kept twice."""

@@ -35,7 +35,7 @@ ERRORS: Mapping[int, type[ZmqTrainError]] = {
 
 
 class Runs(Protocol):
-    """Runs trials."""
+    """A way to run the trials of a search: simulated or real."""
 
     elapsed_s: float
     """The time of all earlier trials, in the time of the world. Set by the caller."""
@@ -57,7 +57,7 @@ class Folders:
     path: Path
 
     def of(self, number: int) -> Path:
-        """A trial's."""
+        """The folder of a trial. ``number``: the trial's number."""
         return self.path / f"{number:03d}"
 
     def emptied(self, number: int) -> Path:
@@ -67,7 +67,7 @@ class Folders:
         return folder
 
     def weights(self, trial: Trial) -> Path | None:
-        """Where it begins."""
+        """The checkpoints of the trial with whose weights ``trial`` begins; ``None`` if it begins anew."""
         return None if trial.start is None else self.of(trial.start) / "checkpoints"
 
 

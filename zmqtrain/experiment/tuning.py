@@ -43,7 +43,7 @@ class Reporter(Protocol):
         """The search begins: what there is to choose from, and where its results will be."""
 
     def begins(self, trial: Trial) -> None:
-        """A trial begins."""
+        """Called when a trial begins."""
 
     def ends(self) -> None:
         """The trial is over, whatever its result."""
@@ -55,10 +55,10 @@ class Reporter(Protocol):
         """A decision of the strategy ``name``."""
 
     def done(self, row: dict[str, Any]) -> None:
-        """A strategy's result."""
+        """Called with the result of a strategy, as a row of the table."""
 
     def compare(self, rows: Sequence[dict[str, Any]]) -> None:
-        """All strategies' results."""
+        """Called once, at the end, with the results of all strategies."""
 
     def curves(self, rows: Sequence[dict[str, Any]]) -> None:
         """The trade-off over numbers of groups."""

@@ -9,7 +9,9 @@ Nothing else may notice, so this is done for ordinary memory only (private, anon
 * As long as pages are adopted, a reference keeps their storage alive, so the allocator never gets them back: once nobody else
   refers to it, ordinary pages take their place, and the reference goes (`Adoptions.sweep`, before each use).
 * A storage that gets other memory (``resize_``, ``share_memory_``) is noticed by its address. The pages are then the allocator's,
-  and they work as others do; nobody reads them any more.
+  and they work as others do; other processes do not read them any more. They stay shared pages, so a tensor that the allocator
+  places there later is never adopted: its sums go through the window. (Ordinary pages cannot take their place, since other threads
+  may be writing there. Storages that have mappings of their own, in glibc from 32 MiB on at the latest, leave nothing behind.)
 * A forked process gets ordinary pages with the content at the time of the fork. Pages that are shared would show it what this
   process writes, and this process what the child writes. What forks without Python's knowledge, and runs on without ``exec``, has
   no such pages at all, and ends when it touches them.

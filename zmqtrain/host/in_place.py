@@ -48,7 +48,7 @@ class Place:
         return cls(*_FORMAT.unpack(packed))
 
     def pack(self) -> bytes:
-        """``NBYTES`` bytes."""
+        """Encode the place of adopted pages. Returns ``NBYTES`` bytes."""
         return _FORMAT.pack(self.number, self.file, self.before, self.nbytes)
 
 

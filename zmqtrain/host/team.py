@@ -14,6 +14,7 @@ from enum import IntEnum
 
 from zmqtrain.arena.arena import FIRST_FREE, PROCESS, WORDS, Arena, Block, Place
 from zmqtrain.arena.words import Words
+from zmqtrain.death import open_pidfd
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 from zmqtrain.net.endpoint import PeerId
 
@@ -165,11 +166,12 @@ class Team:
             return False  # it has not started
         if member not in self._processes:
             try:
-                self._processes[member] = os.pidfd_open(pid)
+                file = open_pidfd(pid)
             except ProcessLookupError:
                 return True
-            except OSError:  # an old kernel, or a sandbox: use its number, although another process may get it
+            if file is None:  # use its number, although another process may get it
                 return not _runs(pid)
+            self._processes[member] = file
         poll = select.poll()
         poll.register(self._processes[member], select.POLLIN)
         return bool(poll.poll(0))

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from zmqtrain.death import open_pidfd
 from zmqtrain.launcher.engine import UNKNOWN_EXIT
 from zmqtrain.wire.payload import Value
 
@@ -39,11 +40,13 @@ class AdoptedHandle:
         self.process = process
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            self._file: int | None = os.pidfd_open(process.pid)
+            self._file = open_pidfd(process.pid)
         except ProcessLookupError:
             self._file = None
             self._ended.set_result(None)
         else:
+            if self._file is None:
+                raise OSError(f"this system cannot tell when process {process.pid} ends")
             asyncio.get_running_loop().add_reader(self._file, self._end)
 
     def _end(self) -> None:

@@ -63,7 +63,7 @@ def ask(path: Path, pid: int, request: Mapping[str, str], *, lives: Callable[[],
 
 
 class Asked:
-    """The launcher's side."""
+    """The launcher's side: requests of other commands, which arrive as files in the run directory."""
 
     def __init__(self, path: Path) -> None:
         """``path``: the run directory."""

@@ -55,7 +55,7 @@ class Leadership:
 
     @classmethod
     def begin(cls, directory: RunDirectory, description: RunDescription, *, began: float) -> Leadership:
-        """Of a new run. Raises `JournalError`, and ``OSError``."""
+        """Create the journal of a new run. Raises `JournalError` and ``OSError``."""
         launch: Value = {"epoch": 1, "began": began, "description": description.to_value()}
         return cls(JournalFile.create(directory.path / NAME, {LAUNCH: launch}))
 
@@ -103,7 +103,7 @@ class Leadership:
         return self.epoch > 1
 
     def begin_epoch(self) -> None:
-        """From now on this launcher leads. Raises ``OSError``."""
+        """Record that this launcher leads the run from now on, in an epoch of its own. Raises ``OSError``."""
         self.journal.begin_epoch({LAUNCH: {**self.launch, "epoch": self.epoch + 1}})
 
     def description(self) -> RunDescription:

@@ -169,7 +169,7 @@ class EmulatedHosts:
         await self._engine.stop(handle, grace)
 
     async def close(self) -> None:
-        """Remove the network."""
+        """Remove the emulated network: namespaces, links and what was set up for them."""
         await self._stack.aclose()
 
 

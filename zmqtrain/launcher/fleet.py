@@ -186,10 +186,10 @@ class _Here:
         return Gathered(gathering.topology, {}, port=gathering.topology.job.port)
 
     async def open(self, run: EngineRun) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing that must be closed."""
 
 
 class _Reached:

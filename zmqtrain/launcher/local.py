@@ -25,7 +25,7 @@ PARENT = "ZMQTRAIN_PARENT_PID"
 
 
 class LocalHandle:
-    """An agent's process."""
+    """An agent that is a child process of this launcher."""
 
     def __init__(self, process: ServerProcess) -> None:
         self.process = process
@@ -87,7 +87,7 @@ class LocalEngine:
         return {host: AdoptedHandle(process) for host, process in found.items() if process is not None}
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing that must be closed."""
 
     async def stop(self, handle: Handle, grace: float) -> None:
         if isinstance(handle, AdoptedHandle):

@@ -26,7 +26,7 @@ from typing import NoReturn, Self
 import msgpack
 from setproctitle import getproctitle, setproctitle
 
-from zmqtrain.death import die_with_parent
+from zmqtrain.death import die_with_parent, open_pidfd
 from zmqtrain.launcher.agent import main as agent_main
 from zmqtrain.launcher.forkserver import ADOPTED, ENTRY, LARGEST_MESSAGE
 from zmqtrain.launcher.namespaces import enter_network, open_namespace
@@ -46,7 +46,9 @@ class ForkedChild:
         self.pid = pid
         self.returncode: int | None = None
         """Its exit code, negative for a signal, once it is known that it has ended."""
-        self._file = os.pidfd_open(pid)
+        file = open_pidfd(pid)
+        assert file is not None, "`_may_fork` has seen that there are such files"
+        self._file = file
         self._ended: asyncio.Future[None] | None = None
 
     async def wait(self) -> int:
@@ -170,10 +172,11 @@ class Prepared:
 def _may_fork() -> bool:
     """Whether this process has one thread, as the kernel counts, which also knows those of libraries; and whether a loop can wait
     for a child (before Linux 5.3 it cannot)."""
-    if not hasattr(os, "pidfd_open"):
+    own = open_pidfd(os.getpid())
+    if own is None:
         return False
+    os.close(own)
     try:
-        os.close(os.pidfd_open(os.getpid()))
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:
         return False

@@ -38,12 +38,12 @@ class Difference:
     ours: str
 
     def to_value(self) -> Value:
-        """For the wire."""
+        """Encode the difference as plain values, for `from_value`."""
         return [self.what, self.first, self.host, self.theirs, self.ours]
 
     @classmethod
     def from_value(cls, value: Value) -> Difference:
-        """What `to_value` returned. Raises `ProtocolError`."""
+        """Decode what `to_value` returned. Raises `ProtocolError` for anything else."""
         match value:
             case [str(what), str(first), str(host), str(theirs), str(ours)]:
                 return cls(what, first, host, theirs, ours)

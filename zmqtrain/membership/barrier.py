@@ -192,7 +192,7 @@ class Barriers:
         return [barrier.deadline for barrier in self._open.values()]
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
+        """End the barriers whose time is over at ``now``. Returns what follows for those that wait there."""
         actions: list[Action] = []
         for barrier in [barrier for barrier in self._open.values() if now >= barrier.deadline]:
             del self._open[barrier.name]

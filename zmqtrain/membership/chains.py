@@ -26,7 +26,7 @@ class Chains:
 
     @property
     def value(self) -> tuple[tuple[PeerId, ...], ...]:
-        """All chains."""
+        """The servers of each shard, by its number: the head, then its backup if there is one."""
         return tuple(self._chains)
 
     def add(self, shard: int, head: PeerId, backup: PeerId) -> str | None:
@@ -59,7 +59,7 @@ class Chains:
 
     @classmethod
     def from_value(cls, value: Any) -> Chains:
-        """What `to_value` has returned."""
+        """Decode what `to_value` returned."""
         chains = cls()
         chains._chains = [tuple(chain) for chain in value]
         return chains

@@ -35,7 +35,7 @@ ASKED = "common step/"
 
 
 class Here(Enum):
-    """What a worker does before a step."""
+    """The decision of all workers about the next step: to train it, to write a checkpoint first, or to stop."""
 
     TRAIN = "go on"
     KEEP = "write a checkpoint, and continue"

@@ -50,7 +50,7 @@ def apply(ledger: Ledger, changes: Mapping[str, Value]) -> None:
 
 
 def encode(changes: Mapping[str, Value]) -> bytes:
-    """One record."""
+    """Encode changes of the ledger as a record: its length, its checksum, and the changes in msgpack."""
     body: bytes = msgpack.packb(dict(changes))
     return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
 
@@ -80,7 +80,7 @@ def replay(data: bytes) -> tuple[Ledger, int]:
 
 
 class Journal(Protocol):
-    """Where the coordinator keeps what it decides."""
+    """The record of the coordinator's decisions, from which another coordinator can continue."""
 
     ledger: Ledger
     """What was written so far."""

@@ -24,7 +24,7 @@ class News:
 
     @property
     def view(self) -> View:
-        """The newest view."""
+        """The newest view of the members that this process knows."""
         return self._membership.view
 
     def _hear(self, _view: View) -> None:

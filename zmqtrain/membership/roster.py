@@ -549,7 +549,8 @@ class Roster:
         return min(deadlines, default=None)
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
+        """Apply the time-outs that are over at ``now``: silent hosts, late members, open barriers, the end. Returns what
+        follows."""
         self._heard.look(now)
         actions: list[Action] = []
         for host in self._heard.silent(now):

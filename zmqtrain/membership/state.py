@@ -43,7 +43,7 @@ class Presence(Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """What the coordinator knows about one member."""
+    """A member's entry in the coordinator's table: its state, its process and its links."""
 
     member: Member
     counts: Counter[Presence]
@@ -126,7 +126,7 @@ class MemberTable:
         return self._entries.get(peer)
 
     def add(self, member: Member, presence: Presence = Presence.EXPECTED, *, exited: bool = False) -> Entry:
-        """Add a member."""
+        """Add a member to the table. Returns its entry."""
         entry = Entry(member, self._counts[member.kind], presence, exited=exited)
         self._entries[member.peer] = self._kinds[member.kind][member.peer] = entry
         return entry

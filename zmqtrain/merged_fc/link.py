@@ -25,7 +25,7 @@ from zmqtrain.wire.tensor import TensorPayload
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What a worker sends for a micro-batch."""
+    """The message of a worker about one micro-batch: activations, targets, and their place in the step."""
 
     step: int
     number: int

@@ -151,7 +151,8 @@ class _Cut:
         return frozenset(found)
 
     def graph_module(self, second: bool) -> fx.GraphModule:
-        """A phase's forward."""
+        """Make a module of one phase's operations. ``second``: of the FC phase, whose inputs are the convolution phase's
+        outputs."""
         graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
         if second:
             for node in self._crossing:

@@ -13,7 +13,7 @@ from zmqtrain.world import random_bits
 
 
 class Judgement(Enum):
-    """What a greeting means for the existing link."""
+    """The consequence of a greeting for the link that exists already."""
 
     CONTINUES = "the known end, or the first one"
     OUTDATED = "it knows an old end of ours, and has a new one itself: let it begin again"
@@ -23,7 +23,7 @@ class Judgement(Enum):
 
 
 class Handshake:
-    """This process's side."""
+    """One process's side of the handshake with a peer: a state machine that gets the time as an argument."""
 
     __slots__ = (
         "_answer_by",

@@ -18,7 +18,7 @@ Key = tuple[PeerId, Tag]
 
 
 class Ticket:
-    """A posted receive."""
+    """A receive that waits for its message."""
 
     __slots__ = ("done", "incoming", "into", "key", "wanted")
 

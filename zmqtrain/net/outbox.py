@@ -24,7 +24,7 @@ _EMPTY: Final[deque[Outgoing]] = deque(maxlen=0)
 
 
 class Outgoing:
-    """One outgoing message."""
+    """A message that is queued or on its way, with what is needed to send its chunks."""
 
     __slots__ = (
         "admitted",

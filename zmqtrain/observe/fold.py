@@ -13,7 +13,7 @@ from zmqtrain.observe.summary import Summary
 
 
 class Fold:
-    """What the events say, of bounded size."""
+    """The state and the summary of a run, as its events tell them; of bounded size."""
 
     def __init__(self, host_of: Mapping[PeerId, str], *, group_size: int) -> None:
         """``host_of``: where the roles are placed."""

@@ -134,7 +134,7 @@ class Rows:
         return "  ".join([*parts, *self.slow_words()])
 
     def slow_words(self) -> list[str]:
-        """What is slow, if anything."""
+        """A list with one text about all slow members, or an empty list."""
         slow = [f"{each['peer']}'s {each['what']} {each['factor']:.1f} times" for each in self._slow.to_list()]
         return [f"slow: {', '.join(slow)}"] if slow else []
 

@@ -52,7 +52,7 @@ class Progress:
         return max(known) if known and len(known) == len(left) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values: ``planned``, ``done`` (`done`) and ``left_s``."""
+        """The progress as plain values: ``planned``, ``done`` (`done`) and ``left_s``."""
         return {"planned": self.planned, "done": self.done(), "left_s": self.left_s()}
 
     def _counted(self) -> list[_Worker]:

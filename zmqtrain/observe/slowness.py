@@ -52,7 +52,7 @@ class Slow:
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """A sentence that says who is slow in what, how much, and since when."""
         since = f"since step {self.since_step}"
         if self.over:
             return f"{self.peer} is no longer slow: its {self.what} was, {since}"
@@ -62,7 +62,7 @@ class Slow:
         return f"{self.peer} is slow: {takes} {self.factor:.1f} times as long as the others', {since}"
 
     def values(self) -> dict[str, Any]:
-        """As the values of a ``slow`` event."""
+        """The values of a ``slow`` event."""
         told = {"what": self.what, "factor": self.factor, "since": self.since, "since_step": self.since_step, "over": self.over}
         return {**told, "reason": self.reason}
 

@@ -167,7 +167,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
 
 
 class Tape:
-    """What a constructor has done to deferred tensors."""
+    """The operations of a model's constructor on deferred tensors, recorded to be carried out later."""
 
     def __init__(self, smallest_bytes: int = SMALLEST_BYTES) -> None:
         self.device = torch.device("cpu")

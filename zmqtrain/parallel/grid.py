@@ -36,7 +36,7 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """The number of processes: rows times columns."""
         return self.rows * self.columns
 
     def __str__(self) -> str:

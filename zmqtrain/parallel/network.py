@@ -106,7 +106,7 @@ class NetworkFabric:
             self.nbytes[label] += nbytes
 
     def payload(self, flat: Tensor) -> Payload:
-        """What travels for a tensor."""
+        """The payload that stands for a flat tensor: its memory, or only its size for a tensor on the meta device."""
         if not flat.is_meta:
             return TensorPayload.of(flat)
         name = dtype_of_torch(flat.dtype).name

@@ -123,7 +123,7 @@ class Placement:
         return _block(self, tuple(shape), rank)
 
     def ranges(self, row: int) -> dict[int, Range]:
-        """What a row has of each divided dimension."""
+        """The range of each divided dimension that a row of the grid has."""
         if self.divided is None:
             return {}
         if self.across is None:

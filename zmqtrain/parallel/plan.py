@@ -91,7 +91,7 @@ class Plan:
         return next((plan for plan in self.layers if plan.layer == layer), None)
 
     def values(self) -> list[dict[str, str]]:
-        """As JSON values: the inverse of `read`."""
+        """The plan as JSON values, for `read`."""
         return [
             {"layer": plan.layer, "choice": plan.choice, "grid": str(plan.grid)}
             | ({"strips": plan.strips} if plan.strips != "height" else {})

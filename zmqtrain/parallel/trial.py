@@ -61,7 +61,7 @@ class Span:
 
 @dataclass(slots=True)
 class Tried:
-    """What one process found."""
+    """The measurements of one process in a trial."""
 
     step_s: list[float] = field(default_factory=list)
     compute_s: float = 0.0
@@ -100,7 +100,7 @@ class Spender(Protocol):
     """Lets time pass in the compute thread."""
 
     def spend(self, seconds: float) -> None:
-        """Let ``seconds`` pass."""
+        """Let ``seconds`` of this thread's time pass."""
         ...
 
     def restart(self) -> None:

@@ -16,7 +16,7 @@ FOLLOWED = 16
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the busiest rank sends."""
+    """Numbers of messages and elements that the busiest rank sends."""
 
     messages: int
     numel: int

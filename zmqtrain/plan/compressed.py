@@ -170,7 +170,7 @@ def _busiest(topology: Topology, placement: Placement, name: str, share: float) 
 
 
 def in_words(found: Sequence[Compressed]) -> str:
-    """What to do, in a sentence."""
+    """The recommended compression and its reason, as a sentence; empty if ``found`` is."""
     if not found:
         return ""
     chosen, plain = best(found), found[0]

@@ -60,8 +60,8 @@ class Fc:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A group's step."""
+class GroupWork:
+    """The computation and the messages of a group in one step."""
 
     loads: Sequence[LayerLoad]
     buckets: Sequence[Sequence[int]]
@@ -82,7 +82,7 @@ class Work:
 Factor = Callable[[random.Random], float]
 
 
-def update_s(works: Sequence[Work], shared: Shared, factor: Factor, depth: int = 1) -> float:
+def update_s(works: Sequence[GroupWork], shared: Shared, factor: Factor, depth: int = 1) -> float:
     """Seconds between updates of groups with these steps. ``depth``: the number of groups that take turns on the same slots."""
     events = depth * sum(2 * len(work.loads) + sum(4 + 4 * work.pieces(size) for size in work.sizes()) for work in works)
     rounds = max(FEWEST_ROUNDS, min(ROUNDS, EVENTS // max(1, events)))
@@ -118,7 +118,7 @@ class _Cluster:
 
 
 class _Group:
-    def __init__(self, cluster: _Cluster, work: Work, slot: Line, chance: random.Random, factor: Factor) -> None:
+    def __init__(self, cluster: _Cluster, work: GroupWork, slot: Line, chance: random.Random, factor: Factor) -> None:
         self._cluster, self._work, self._slot, self._chance, self._factor = cluster, work, slot, chance, factor
         self._queues = cluster.queues
         self._sizes = work.sizes()

@@ -146,7 +146,7 @@ def divisors(number: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Paper:
+class PaperModel:
     """The paper's model, with an FC server that all groups share (appendix D.4.1). Implements `Model`."""
 
     machines: int
@@ -165,7 +165,7 @@ class Paper:
         return divisors(self.machines)
 
     def conv_s(self, size: int) -> float:
-        """t_conv(k), in seconds."""
+        """t_conv(k): seconds that a group of ``size`` machines takes for the convolutions of a batch."""
         return max(self.conv_compute_s / size, size * self.conv_network_s)
 
     def step(self, groups: int) -> GroupStep:
@@ -174,7 +174,7 @@ class Paper:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredModel:
     """A model with measured t_conv(k) and t_fc. Implements `Model`."""
 
     machines: int

@@ -19,7 +19,7 @@ from math import prod
 
 from zmqtrain.errors import UsageError
 from zmqtrain.plan.cluster import worker_speeds
-from zmqtrain.plan.contention import Fc, Shared, Work, update_s
+from zmqtrain.plan.contention import Fc, GroupWork, Shared, update_s
 from zmqtrain.plan.efficiency import FC_SERVER, GroupStep, Station, divisors
 from zmqtrain.plan.fc_turn import FcTurn, MergedFc
 from zmqtrain.plan.layers import LayerShape
@@ -91,7 +91,8 @@ class OurRuntime:
         each_s = self.lasts(compute.batch_size / compute.group_size)
         slownesses = _slownesses(topology, placement)
         works = [
-            Work([each.scaled(each_s * slowness) for each in loads], buckets, way, fc, compute.overlap) for slowness in slownesses
+            GroupWork([each.scaled(each_s * slowness) for each in loads], buckets, way, fc, compute.overlap)
+            for slowness in slownesses
         ]
         longest = self.variation.slowest_of(compute.group_size)
         compute_s = _together([longest * sum(each.forward_s + each.backward_s for each in work.loads) for work in works])
@@ -145,7 +146,7 @@ class OurRuntime:
         one_nic = bool(there & {role.host for role in placement.server_roles})
         return replace(shared, fc_nic_byte_s=busiest * self.link.byte_s / nbytes if nbytes else 0.0, one_nic=one_nic)
 
-    def _wait_s(self, step: GroupStep, works: Sequence[Work], shared: Shared) -> float:
+    def _wait_s(self, step: GroupStep, works: Sequence[GroupWork], shared: Shared) -> float:
         """The average time that waiting for others adds to the path."""
         if step.groups == 1 and step.depth == 1:
             return 0.0
@@ -156,7 +157,7 @@ class OurRuntime:
         return max(0.0, apart_s * step.under_way - step.path_s)
 
 
-def _paths(works: Sequence[Work], longest: float) -> list[float]:
+def _paths(works: Sequence[GroupWork], longest: float) -> list[float]:
     """The path's length for each group, if no other group is in the way."""
     known: dict[float, float] = {}
     for work in works:

@@ -50,7 +50,7 @@ NOTHING = Cost()
 
 @dataclass(frozen=True, slots=True)
 class ChangedByte:
-    """As a `Cost` has them, for each change."""
+    """The bytes of a `Cost` for each of several changes, as arrays."""
 
     nbytes: Array
     nic_bytes: Array

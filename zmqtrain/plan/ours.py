@@ -46,7 +46,7 @@ class Ours:
 
     @property
     def strips(self) -> bool:
-        """Yes."""
+        """Yes: this runtime can divide images by their width, or by height and width."""
         return True
 
     def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:

@@ -50,7 +50,7 @@ class Placed:
 
     @property
     def strips_text(self) -> str:
-        """As plans write it."""
+        """The strips in the form of a plan: ``height``, ``width`` or ``ROWSxCOLUMNS``."""
         tall, wide = self.parts
         return "height" if wide == 1 else "width" if tall == 1 else f"{tall}x{wide}"
 

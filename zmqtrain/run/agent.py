@@ -69,7 +69,7 @@ class RoleProcess(Protocol):
 
 
 class Processes(Protocol):
-    """What an agent needs from its host."""
+    """The operations that an agent needs of its host: start processes, and find out how they end."""
 
     async def start(self, role: RolePlacement, environment: RoleEnvironment, printed: Callable[[str], None]) -> RoleProcess:
         """Start a process for this role.

@@ -149,7 +149,7 @@ class RunRecord:
         self.report(COORDINATOR, [{"kind": LOG, "peer": f"agent/{host}", "text": text}])
 
     def event(self, peer: PeerId, event: Mapping[str, Any]) -> None:
-        """Record one event."""
+        """Record an event of a role in the files, the summary and the sinks."""
         line = line_of(peer, event, self._host_of)
         if line["kind"] == "stopped":
             self.stopped_at = event["step"]
@@ -176,7 +176,7 @@ class RunRecord:
             self._directory.event(line)
 
     def facts(self) -> RunFacts:
-        """What sinks learn about the run."""
+        """The facts about the run that sinks get before its events."""
         return RunFacts(self._topology.job.name, self._directory.path, self._world, self._topology.to_dict())
 
     def title(self) -> str:

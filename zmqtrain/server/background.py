@@ -36,7 +36,7 @@ class Background:
         task.add_done_callback(self._ending.discard)
 
     def end(self) -> None:
-        """The server ends."""
+        """Cancel the tasks that must not outlive the server."""
         for task in self._ending:
             task.cancel()
 

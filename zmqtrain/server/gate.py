@@ -35,7 +35,7 @@ class OpenGate:
 
 
 class ShutGate:
-    """Lets nothing out."""
+    """A gate that lets nothing out."""
 
     shut = True
 

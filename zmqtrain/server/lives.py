@@ -179,7 +179,7 @@ class Lives:
     # A copy on another server.
 
     def state(self) -> Value:
-        """For `load`, on another server."""
+        """The state as plain values, for `load` on another server."""
         training: list[Value] = [[peer, life] for peer, life in self.training.items()]
         teams: list[Value] = [team.to_value() for team in self._teams.values()]
         dropped: list[Value] = [[peer, life, since] for peer, lives in self._dropped.items() for life, since in lives.items()]

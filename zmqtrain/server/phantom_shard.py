@@ -40,7 +40,7 @@ class PhantomEntry:
         return 0.0
 
     def norm(self, gradient: PhantomPayload) -> float:
-        """Return 0, likewise."""
+        """Return 0, since a payload without values has no norm."""
         return 0.0
 
     def lend(self, meta: Value = None) -> Loan:

@@ -66,7 +66,7 @@ class PiecePath:
         return Alignment(-float(one @ other), float(one @ one), float(other @ other))
 
     def state(self) -> dict[str, Value]:
-        """For a checkpoint."""
+        """The state that a checkpoint has to keep, as plain values for `load`."""
         rows = torch.stack(list(self._paths.values())) if self._paths else torch.empty(0)
         return {"versions": list(self._paths), "rows": rows.numpy().tobytes()}
 
@@ -103,7 +103,7 @@ class Recovery:
 
     @property
     def factor(self) -> float:
-        """By what the fitted rates are multiplied now."""
+        """The factor by which the fitted learning rates are multiplied at present."""
         return self._rate.factor
 
     def look(self, gradients: Collection[tuple[int, Gradient, int]]) -> float:
@@ -128,7 +128,7 @@ class Recovery:
         return values.tensor
 
     def state(self) -> dict[str, Value]:
-        """For a checkpoint."""
+        """The state that a checkpoint has to keep, as plain values for `load`."""
         return {"rate": self._rate.state(), "paths": {str(index): path.state() for index, path in self._paths.items()}}
 
     def load(self, state: Value) -> None:

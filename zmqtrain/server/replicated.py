@@ -60,7 +60,7 @@ class Follower:
 
 
 class ReplicatedServer:
-    """`run` it once."""
+    """A model server whose shards are kept on two servers. Call `run` once."""
 
     def __init__(
         self,

@@ -258,7 +258,7 @@ class Auditor:
             self._died_early = True
 
     def report(self, peer: PeerId, events: Sequence[Mapping[str, Any]]) -> None:
-        """A role's events."""
+        """Take in events that a role has reported."""
         for event in events:
             values = event.get("values") or {}
             self._last_s = max(self._last_s, float(event.get("time") or 0.0))

@@ -203,7 +203,7 @@ class VirtualLoop(Loop):
         return task
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
-        """Call ``func`` now."""
+        """Call ``func`` at once, in this thread: virtual time does not pass in threads. Returns a future that is done."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))

@@ -25,7 +25,7 @@ NO_PROCESS = contextvars.Context()
 
 
 class Message(NamedTuple):
-    """What travels."""
+    """A message of the simulated network."""
 
     frames: Frames
     nbytes: int
@@ -52,7 +52,7 @@ class Channel(Flow):
         """When the last message that has left arrives."""
 
     def put(self, message: Message) -> None:
-        """Queue a message."""
+        """Send a message, or queue it behind others that are on their way."""
         free = not self._active and not self._connection.stalled
         if free and message.nbytes <= PACKET_BYTES:
             self._travel(message, slip_through(self.path, message.nbytes, self._network.loop.time()))
@@ -72,7 +72,7 @@ class Channel(Flow):
             self._network.rebalance()
 
     def resume(self) -> None:
-        """Continue after `hold`."""
+        """Send what has been queued since `hold`."""
         if self.queue:
             self._start()
 

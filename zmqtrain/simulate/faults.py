@@ -127,7 +127,7 @@ def partition(
 
 
 def heal(*, at: float | None = None, step: int | None = None) -> Fault:
-    """All partitions end."""
+    """A fault that ends all partitions of the network."""
     return Fault("heal", at=at, step=step)
 
 

@@ -36,7 +36,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every simulated process of a run gets."""
+    """The objects that all simulated processes of a run share."""
 
     description: RunDescription
     cluster: Cluster

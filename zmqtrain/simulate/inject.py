@@ -50,7 +50,7 @@ class Injector:
             self.done.append(self._launchers.pop(0))
 
     async def run(self, plan: Plan) -> None:
-        """Run until cancelled."""
+        """Carry out the faults at their times, until cancelled."""
         self._plan = plan
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._follow_clock())

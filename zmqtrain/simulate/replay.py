@@ -20,7 +20,7 @@ from zmqtrain.train.device.memory import Numbers, gradient, gradient_factor, gra
 
 
 class Ledger:
-    """What workers state about exchanges and their results."""
+    """The statements of all workers about their exchanges and the results."""
 
     def __init__(self, topology: Topology, placement: Placement) -> None:
         self._topology, self._placement = topology, placement
@@ -185,11 +185,11 @@ class _Averaged:
             self._models[peer] = self._models[peer] - self.gradients(peer, step)
 
     def zeros(self) -> Numbers:
-        """Initial parameters."""
+        """Initial parameters: zeros."""
         return np.zeros(sum(numel for _, numel in self.layers.values()))
 
     def gradients(self, peer: PeerId, step: int) -> Numbers:
-        """What a worker computes at a step."""
+        """The gradients that a worker computes at a step."""
         parts = [gradient(self._ranks[peer], step, index, numel) for index, numel in self.layers.values()]
         return self._factor * np.concatenate(parts)
 

@@ -37,7 +37,7 @@ class Records:
         self._staged.update(changes)
 
     def write(self, changes: Mapping[str, Value], *, durable: bool) -> None:
-        """Write a record."""
+        """Append a record to the journal."""
         new = {**self._staged, **changes}
         self._staged.clear()
         if self.superseded:

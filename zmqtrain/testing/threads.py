@@ -83,7 +83,7 @@ class ThreadFabric:
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent."""
+        """Numbers of messages and bytes that this rank has sent, by label."""
         return self.world.traffic[self.rank]
 
     def among(self, members: tuple[int, ...]) -> Communicator:

@@ -31,7 +31,7 @@ def rounded_duration(seconds: float) -> str:
 
 
 def rounded_size(nbytes: float) -> str:
-    """Like ``"244 MiB"``."""
+    """A number of bytes as text for people, like ``"244 MiB"``."""
     return _rounded(nbytes, _SIZES)
 
 
@@ -41,7 +41,7 @@ def rounded_amount(nbytes: float) -> str:
 
 
 def rounded_rate(bits_per_s: float) -> str:
-    """Like ``"941 Mbit/s"``."""
+    """A rate as text for people, like ``"941 Mbit/s"``."""
     return _rounded(bits_per_s, _RATES)
 
 

@@ -91,12 +91,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_size(size: float) -> str:
-    """Like ``"4 MiB"``."""
+    """A number of bytes in the form of a topology file, like ``"4 MiB"``."""
     return _scaled(size, _SIZES, ("GiB", "MiB", "KiB"), "B")
 
 
 def format_rate(rate: float) -> str:
-    """Like ``"1 Gbit/s"``."""
+    """A rate in the form of a topology file, like ``"1 Gbit/s"``."""
     return _scaled(rate, _RATES, ("Gbit/s", "Mbit/s", "kbit/s"), "bit/s")
 
 

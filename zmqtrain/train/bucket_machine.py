@@ -58,7 +58,7 @@ class Do(Enum):
 
 
 class Action(NamedTuple):
-    """What to do, and with which bucket."""
+    """A decision of the machine: what to do, and with which bucket."""
 
     do: Do
     bucket: int

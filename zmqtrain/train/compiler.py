@@ -35,7 +35,7 @@ class _StandIn(ModuleType):
         self._waiting: list[Callable[[], None]] = []
 
     def graph_break(self, msg: str = "") -> None:
-        """Where nothing is compiled, nothing is broken off."""
+        """Do nothing: a graph that is not compiled cannot be broken."""
 
     def disable(
         self, fn: Callable[..., Any] | None = None, recursive: bool = True, *, reason: str | None = None, wrapping: bool = True

@@ -52,7 +52,7 @@ class Shares:
 
     @classmethod
     def of(cls, topology: Topology, placement: Placement, role: RolePlacement, batch_size: int | None = None) -> Shares:
-        """As ``[compute] parts`` says; measured parts begin even."""
+        """The shares that ``[compute] parts`` asks for. Shares that are to be measured are equal at first."""
         compute = topology.compute
         batch, columns = batch_size or compute.batch_size, compute.columns
         even = [stop - start for start, stop in (even_bounds(batch, columns, column) for column in range(columns))]

@@ -119,7 +119,7 @@ class Work(Protocol):
 
     @property
     def callbacks(self) -> Callbacks:
-        """The task's."""
+        """The callbacks of the task."""
         ...
 
     async def call_back(self) -> None:

@@ -110,7 +110,7 @@ class Race:
     runners: list[Runner] = field(default_factory=list)
 
     def enter(self, setting: Setting) -> Runner:
-        """Add a setting."""
+        """Add a setting to those that are compared."""
         runner = Runner(setting)
         self.runners.append(runner)
         return runner

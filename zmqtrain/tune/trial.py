@@ -87,7 +87,7 @@ class Trial:
     """The staleness of each group when training with these groups began: drift is a change from it."""
 
     def to_value(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Encode the trial as JSON values."""
         return asdict(self)
 
 

@@ -19,7 +19,7 @@ Kind = Literal["bool", "int", "float", "complex"]
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type."""
+    """An element type that payloads may have."""
 
     name: str
     itemsize: int

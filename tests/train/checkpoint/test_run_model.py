@@ -101,13 +101,25 @@ def evaluations(result: Run) -> dict[int, float]:
     return {event["step"]: event["eval_loss"] for event in result.recorders["worker/0"].of("eval")}
 
 
+_WHOLE: dict[tuple[str, int], tuple[Run, Path]] = {}
+
+
+async def whole_run(case: str, size: int, folders: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """A run of 9 steps whose last group is slower than the others, and its folder: the same for all tests, which only read it."""
+    if (case, size) not in _WHOLE:
+        folder = folders.mktemp("run")
+        late = tuple(f"worker/{rank}" for rank in range(2 * size, 3 * size))
+        result = await run(topology(CASES[case][0], size=size), slow_group(late), folder=folder)
+        assert not result.errors, result.errors
+        _WHOLE[case, size] = result, folder
+    return _WHOLE[case, size]
+
+
 @pytest.mark.parametrize(("case", "size"), [*((case, 1) for case in CASES), *((case, 2) for case in OF_TWO)])
-async def test_the_model_on_disk_is_the_one_that_was_judged(case: str, size: int, tmp_path: Path) -> None:
+async def test_the_model_on_disk_is_the_one_that_was_judged(case: str, size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """At the end, and in each checkpoint on the way; also where one group is slower than the others."""
     exchange, called = CASES[case]
-    late = tuple(f"worker/{rank}" for rank in range(2 * size, 3 * size))
-    result = await run(topology(exchange, size=size), slow_group(late), folder=tmp_path)
-    assert not result.errors, result.errors
+    result, tmp_path = await whole_run(case, size, tmp_path_factory)
     judged = evaluations(result)
     assert sorted(judged) == [4, 8, 9]
     assert plain_loss(tmp_path / "model.safetensors") == pytest.approx(judged[9], rel=1e-6)
@@ -227,7 +239,7 @@ async def test_all_steps_of_all_groups_are_in_the_model(
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_run_goes_on_from_its_end(case: str, tmp_path: Path) -> None:
+async def test_a_run_goes_on_from_its_end(case: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """With the same bits as one that was not interrupted, where that is determined."""
     exchange, _ = CASES[case]
     first = await run(topology(exchange, steps=5), slow_group(()), folder=tmp_path / "first")
@@ -237,10 +249,9 @@ async def test_a_run_goes_on_from_its_end(case: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "second" / "model.json").read_text())["step"] == 9
     if case in APART or case == "allreduce every 2":  # of the latter, gradients that were added up are left out so far
         return
-    straight = await run(topology(exchange), slow_group(()), folder=tmp_path / "straight")
-    assert not straight.errors
+    straight, folder = await whole_run(case, 1, tmp_path_factory)
     assert straight.losses("worker/1")[5:] == second.losses("worker/1")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "second"))
+    one, other = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "second"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 

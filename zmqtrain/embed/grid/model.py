@@ -163,7 +163,7 @@ class DividedScript:
                     self.parallel._parameters[own] = whole
 
     def cut(self, whole: Tensor, shard: Shard) -> Tensor:
-        """This worker's part."""
+        """The part of a whole parameter that this worker has."""
         return shard.cut(whole, shard.members.index(self._fabric.rank))
 
     def is_part(self, tensor: Tensor, shard: Shard) -> bool:

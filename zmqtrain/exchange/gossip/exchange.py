@@ -50,7 +50,7 @@ SLICE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class GossipSettings:
-    """What is exchanged in gossip, and with whom."""
+    """The settings of gossip: what partners exchange, and how partners are chosen."""
 
     seed: int
     shape: Shape = "dissemination"

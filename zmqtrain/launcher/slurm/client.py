@@ -6,11 +6,10 @@ import asyncio
 import os
 import shlex
 import shutil
-import tempfile
 from dataclasses import dataclass
 
 from zmqtrain.errors import SshError, UsageError
-from zmqtrain.launcher.ssh.system_client import LONGEST_LINE, SystemConnection
+from zmqtrain.launcher.ssh.system_client import SystemConnection, start_client
 from zmqtrain.launcher.ssh.target import Target, remote_program, remote_words
 from zmqtrain.topology.schema import Host
 
@@ -63,28 +62,13 @@ class StepClient:
             raise UsageError("there is no command srun here: launch on a machine with Slurm's commands")
 
     async def connect(self, target: Target, connect_s: float) -> StepConnection:
-        errors = tempfile.TemporaryFile()  # noqa: SIM115 - the connection closes it
         environ = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
-        try:
-            # In a session of its own: Ctrl-C is for the launcher.
-            process = await asyncio.create_subprocess_exec(
-                *step_words(target),
-                *remote_words(target.python),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=errors,
-                env=environ,
-                start_new_session=True,
-                limit=LONGEST_LINE,
-            )
-        except BaseException:
-            errors.close()
-            raise
-        return StepConnection(target, process, errors)
+        words = [*step_words(target), *remote_words(target.python)]
+        return StepConnection(target, *await start_client(words, environ))
 
 
 class StepConnection(SystemConnection):
-    """An ``srun`` (`zmqtrain.launcher.ssh.session.Connection`)."""
+    """The standard streams of an ``srun``. Implements `zmqtrain.launcher.ssh.session.Connection`."""
 
     async def ended(self) -> tuple[int | None, str]:
         """As for any connection. Raises `SshError` if Slurm itself did not start the program."""

@@ -77,7 +77,7 @@ class SlurmEngine:
         await handle.stop(grace)
 
     async def close(self) -> None:
-        """End all steps."""
+        """End the steps of all nodes, and wait until they have ended."""
         if self._preflight is not None:
             await asyncio.gather(*(session.close() for session in self._preflight.sessions.values()))
 

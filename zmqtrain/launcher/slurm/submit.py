@@ -26,7 +26,7 @@ _NEEDED = ("command",)
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What the batch script needs to know."""
+    """The facts from which a batch script for ``sbatch`` is written."""
 
     topology: Topology
     """The topology, with hosts that stand for nodes."""

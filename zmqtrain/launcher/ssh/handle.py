@@ -41,7 +41,7 @@ class SshHandle:
 
     @property
     def host(self) -> str:
-        """The host's name."""
+        """The host's name in the topology file."""
         return self._session.target.name
 
     async def wait(self) -> int:

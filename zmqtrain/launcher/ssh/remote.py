@@ -30,7 +30,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from zmqtrain.launcher.ssh.supervisor import KILLED_S, LOOK_S, alive, began, end_session, keep, open_pidfd, send, wait_until_gone
+from zmqtrain.launcher.ssh.supervisor import KILLED_S, LOOK_S, alive, began, end_session, keep, send, wait_until_gone, watch
 from zmqtrain.processors import gpus, processors
 
 MARK = "#zmqtrain "
@@ -197,7 +197,7 @@ class Host:
     def follow(self, offset: int) -> dict[str, Any] | None:
         """Request: send the agent's output, from an offset in its log, until it ends or until the next request."""
         supervisor = self._supervisor()
-        process = open_pidfd(supervisor)
+        process = watch(supervisor)
         try:
             while True:
                 # Test for the end first, and read the log then: so the last output is complete.

@@ -97,7 +97,7 @@ class Session:
         return int(answer["exit"])
 
     async def close(self) -> None:
-        """Log out. Idempotent."""
+        """Close the connection to the host. May be called repeatedly."""
         await self._connection.close()
 
     async def _answer(self, number: int) -> dict[str, Any]:

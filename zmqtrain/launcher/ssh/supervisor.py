@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from zmqtrain.death import open_pidfd
+
 #: Tells the agent which process it must not outlive (as `zmqtrain.launcher.local.PARENT`, which may not be here).
 PARENT = "ZMQTRAIN_PARENT_PID"
 #: Seconds between two looks at a process that cannot be waited for.
@@ -89,14 +91,11 @@ def alive(process: int) -> bool:
     return True
 
 
-def open_pidfd(process: int | None) -> int | None:
-    """A file descriptor that becomes readable when a process ends; ``None`` if the kernel does not support it."""
-    if process is None or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(process)
-    except OSError:
-        return None
+def watch(process: int | None) -> int | None:
+    """A file descriptor that becomes readable when a process ends; ``None`` if it has ended, is not known, or cannot be watched."""
+    with suppress(ProcessLookupError):
+        return None if process is None else open_pidfd(process)
+    return None
 
 
 def send(process: int, number: int) -> None:
@@ -124,7 +123,7 @@ def end_session(session: int, but: int = 0) -> None:
 
 def wait_until_gone(process: int, patience_s: float) -> None:
     end = time.monotonic() + patience_s
-    handle = open_pidfd(process)
+    handle = watch(process)
     try:
         while alive(process) and time.monotonic() < end:
             left = max(0.0, end - time.monotonic())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 from zmqtrain.errors import SshError, UsageError
@@ -25,21 +26,33 @@ class SystemClient:
             raise UsageError("there is no ssh command here: install OpenSSH's client, or the library: pip install zmqtrain[ssh]")
 
     async def connect(self, target: Target, connect_s: float) -> SystemConnection:
-        errors = tempfile.TemporaryFile()  # noqa: SIM115 - the connection closes it
-        try:
-            # In a session of its own: Ctrl-C is for the launcher, and there is no terminal on which it could ask.
-            process = await asyncio.create_subprocess_exec(
-                *system_arguments(target, connect_s=connect_s),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-                limit=LONGEST_LINE,
-            )
-        except BaseException:
-            errors.close()
-            raise
-        return SystemConnection(target, process, errors)
+        return SystemConnection(target, *await start_client(system_arguments(target, connect_s=connect_s)))
+
+
+async def start_client(
+    words: Sequence[str], environ: Mapping[str, str] | None = None
+) -> tuple[asyncio.subprocess.Process, IO[bytes]]:
+    """Start a program that connects its standard streams with a remote program.
+
+    ``words``: its command line. ``environ``: its environment; by default this process's. Returns the process, which has pipes and
+    a session of its own (Ctrl-C is for the launcher, and there is no terminal on which it could ask), and the file that gets its
+    standard error. The caller closes the file.
+    """
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - the connection closes it
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env=environ,
+            start_new_session=True,
+            limit=LONGEST_LINE,
+        )
+    except BaseException:
+        errors.close()
+        raise
+    return process, errors
 
 
 class SystemConnection:

@@ -24,7 +24,7 @@ _BRING = (
     "    exec(compile(text, name, 'exec'), sys.modules[name].__dict__)",
     "sys.modules[name].main()",
 )
-_MODULES = ("zmqtrain.processors", "zmqtrain.launcher.ssh.supervisor", "zmqtrain.launcher.ssh.remote")
+_MODULES = ("zmqtrain.processors", "zmqtrain.death", "zmqtrain.launcher.ssh.supervisor", "zmqtrain.launcher.ssh.remote")
 
 
 @dataclass(frozen=True, slots=True)

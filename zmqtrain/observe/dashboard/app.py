@@ -317,7 +317,7 @@ class Top(App[None]):
 
     @on(DataTable.RowSelected)
     def run_chosen(self, event: DataTable.RowSelected) -> None:
-        """Show another run."""
+        """Show the run whose row was selected."""
         self._shown = str(event.row_key.value)
         self._beside = "" if self._beside == self._shown else self._beside
         self._changed()

@@ -146,7 +146,7 @@ def _curve(values: Sequence[float]) -> str:
 
 
 def alarms(state: Json) -> Iterator[str]:
-    """What needs somebody's attention, in sentences."""
+    """Sentences about members that are slow, lost or failed, and about other things that need attention."""
     for each in state["slow"]:
         yield str(each["reason"] or f"{each['peer']} is slow")
     for member in state["members"]:

@@ -109,7 +109,7 @@ class _Thread:
         return self._begun.done() and self._begun.exception() is None
 
     def missed(self) -> list[str]:
-        """What the user must know at the end."""
+        """Warnings about events that the sink has not got or not written, for the end of the run."""
         if self._thread is not None and self._has_begun and self._thread.is_alive():
             return [f"warning: {self.name} has not finished in time: what it had not written is missing there"]
         if self._dropped:

@@ -118,7 +118,7 @@ class DomainBatchNorm2d(nn.Module):
         return total, joined, (squares + counts * (means - joined) ** 2).sum(0)
 
     def collectives(self, shape: Sequence[int], element_size: int, input_gradient: bool) -> list[Collective]:
-        """What it sends in a step of training."""
+        """The collectives of this layer in a step of training, for the cost model."""
         if self.statistics is None:
             return []
         forward = Collective("all_gather", 1 + 2 * self.channels, 8, "forward")

@@ -54,8 +54,8 @@ class Across:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One divided dimension."""
+class DividedDimension:
+    """A divided dimension of an image: its geometry, this process's strip, and the exchange of halos along it."""
 
     geometry: Reach
     out_division: Division
@@ -132,7 +132,7 @@ class DomainLayer(nn.Module):
         self.lines = {dim: self._line(dim, each, outputs if dim == self.dim else None) for dim, each in given.items()}
         return self.out_division
 
-    def _line(self, dim: int, division: Division, outputs: Division | None) -> Line:
+    def _line(self, dim: int, division: Division, outputs: Division | None) -> DividedDimension:
         communicator = self.communicators[dim]
         checked(division)
         if len(division) != communicator.size:
@@ -144,7 +144,7 @@ class DomainLayer(nn.Module):
         if len(found) != len(division) or found[-1][1] != reach.outputs:
             raise UsageError(f"{self.name}: {found} does not divide {reach.outputs} rows in {len(division)} strips")
         own = strip(reach, division, found, communicator.rank)
-        return Line(reach, found, own, HaloExchange(communicator, own, self.name, dim, overlap=self.overlap))
+        return DividedDimension(reach, found, own, HaloExchange(communicator, own, self.name, dim, overlap=self.overlap))
 
     @property
     def geometry(self) -> Reach:
@@ -328,7 +328,7 @@ class _Step:
         for rows in line.strip.rims:
             yield {**outer, dim: rows, **inner}
 
-    def _traced(self, line: Line, what: str, category: str, suffix: str = "") -> AbstractContextManager[object]:
+    def _traced(self, line: DividedDimension, what: str, category: str, suffix: str = "") -> AbstractContextManager[object]:
         """A span of communication, where there is any."""
         return self.layer.span(what, category, suffix) if line.strip.sends or line.strip.receives else nullcontext()
 

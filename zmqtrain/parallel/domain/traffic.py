@@ -21,7 +21,7 @@ class Collective:
     phase: Phase
 
     def sent(self, members: int, rank: int) -> Count:
-        """What a member sends for it."""
+        """The messages and bytes that a member sends for this collective. ``members``: their number. ``rank``: the member's."""
         if self.kind == "all_gather":
             return Count(members - 1, (members - 1) * self.elements * self.element_size)
         return Count(*sent_by_all_reduce(self.elements, self.element_size, members, rank))
@@ -29,7 +29,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class LayerTraffic:
-    """What one divided layer sends in a step."""
+    """The messages of one divided layer in a step."""
 
     out_division: Division | None
     """Of its output; ``None`` where each member has the whole output."""

@@ -49,7 +49,7 @@ class Site:
         return self.fabric.among(self.grid.column(self.rank))
 
     def label(self, term: Term, phase: Phase = "forward") -> Label:
-        """What a message of this layer is for."""
+        """The label of this layer's messages for a term of its arithmetic, in a phase."""
         return Label(self.layer, term, phase)
 
     def child(self, name: str) -> Site:

@@ -16,7 +16,7 @@ from zmqtrain.parallel.communicator import Label
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What one process sends."""
+    """Numbers of messages and bytes that a process sends."""
 
     messages: int = 0
     nbytes: int = 0

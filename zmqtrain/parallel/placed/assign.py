@@ -47,7 +47,7 @@ class Assigned:
 
     @classmethod
     def of(cls, plan: LayerPlan) -> Assigned:
-        """As a plan says."""
+        """The assignment of a layer that a plan divides."""
         return cls(plan.choice, plan.grid, plan.parts if plan.choice == "domain" else None)
 
     @property

@@ -68,7 +68,7 @@ def taken(x: Tensor, target: Placement, use: Use, world: World) -> Tensor:
 
 
 def computed(local: Tensor, placement: Placement, shape: Sequence[int], world: World) -> Placed:
-    """What such a layer has computed."""
+    """Wrap a layer's local result as a tensor that knows its placement. ``shape``: of the whole result."""
     return from_local(local, placement, shape, world, gradient=contributed(placement))
 
 

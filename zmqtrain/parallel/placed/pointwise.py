@@ -290,5 +290,5 @@ def made(world: World, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 @rule(aten.is_same_size.default, both=True)
 def same_size(world: World, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Of the wholes."""
+    """The rule of ``aten::is_same_size``: compares the shapes of the whole tensors."""
     return args[0].shape == args[1].shape

@@ -30,7 +30,7 @@ class Cut(NamedTuple):
 
 
 def cuts(placement: Placement, shape: Sequence[int]) -> dict[int, Cut]:
-    """By dimension."""
+    """How a tensor of this shape is cut, by dimension; dimensions that are whole are left out."""
     found = {}
     if placement.divided is not None:
         found[placement.divided] = Cut("rows", placement.grid, "columns", placement.divisions)

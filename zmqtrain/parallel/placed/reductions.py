@@ -79,7 +79,7 @@ def summed(placement: Placement, gone: Sequence[int]) -> Placement:
 
 @rule(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, both=True)
 def sums(world: World, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Sums and means."""
+    """The rule of sums and means over dimensions."""
     given = arguments(func, args, kwargs)
     value: Placed = given["self"]
     keepdim, dtype = bool(given.get("keepdim", False)), given.get("dtype")
@@ -313,7 +313,7 @@ def nll_loss(world: World, func: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 @rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default, both=True)
 def nll_loss_backward(world: World, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Of each process's samples."""
+    """The rule of the gradient of ``nll_loss``: each process computes that of its own samples."""
     gradient, value, target, weight, reduction, ignored, total = args
     if value.dim() < 2:
         return NotImplemented

@@ -33,7 +33,7 @@ from zmqtrain.parallel.redistribute import carry, route
 
 @dataclass(slots=True)
 class World:
-    """What all tensors of one divided model share."""
+    """The context that all tensors of a divided model share: its processes, its grid and the batch."""
 
     fabric: Fabric
     grid: Grid
@@ -73,12 +73,12 @@ class World:
             self.recorder.event("left whole", layer=name, reason=reason)
 
     def label(self, term: Term, phase: Phase | None = None, layer: str | None = None) -> Label:
-        """What a message is for."""
+        """The label of a message: the layer, the term of its arithmetic, and the phase."""
         return Label(self.layer if layer is None else layer, term, phase or ("backward" if self.in_backward else "forward"))
 
     @property
     def in_backward(self) -> bool:
-        """Whether autograd runs."""
+        """Whether autograd computes gradients at the moment."""
         return self.backward or torch._C._current_graph_task_id() != -1
 
     def site(self, grid: Grid, layer: str | None = None) -> Site:
@@ -97,7 +97,7 @@ class World:
         return _everywhere(grid)
 
     def block(self, placement: Placement, shape: Sequence[int]) -> Block:
-        """What this process holds."""
+        """The block of a tensor with this placement and shape that this process holds."""
         return placement.block(shape, self.rank)
 
     def cut(self, whole: Tensor, placement: Placement) -> Tensor:
@@ -241,7 +241,7 @@ class Placed(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self._size
 
     @property
@@ -254,12 +254,12 @@ class Placed(Tensor):
         return len(self._size)
 
     def size(self, dim: int | None = None) -> Any:
-        """Of the whole tensor."""
+        """The size of the whole tensor, as `torch.Tensor.size` gives it."""
         return self._size if dim is None else self._size[dim]
 
     @property
     def local(self) -> Tensor:
-        """This process's part."""
+        """This process's part of the tensor, as an ordinary tensor."""
         found = self._local
         if not isinstance(found, Tensor):
             found = self._local = found()

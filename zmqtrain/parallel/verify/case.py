@@ -41,7 +41,7 @@ class NotInDouble(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is to be compared."""
+    """A comparison of a divided model with the ordinary one: both models, a batch, and how to train on it."""
 
     make: Callable[[], nn.Module]
     """Makes the ordinary model: an equal one at each call."""
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def phase(self) -> Phase:
-        """In which gradients are compared."""
+        """The phase in which gradients are compared."""
         return "evaluation" if self.local_statistics else "training"
 
 
@@ -84,7 +84,7 @@ class Difference:
 
 @dataclass(slots=True)
 class Found:
-    """What this process has found."""
+    """The result of a comparison in one process."""
 
     differences: list[Difference] = field(default_factory=list)
     loss: float = 0.0
@@ -122,7 +122,7 @@ def mean(loss: Any) -> Tensor:
 
 
 def multiply_weights(model: nn.Module) -> None:
-    """By `LATER`."""
+    """Multiply all parameters of a model by `LATER`, in place."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(LATER)

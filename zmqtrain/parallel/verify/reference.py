@@ -76,7 +76,7 @@ class Needs:
 
     @classmethod
     def of_model(cls, divided: ParallelModel) -> Needs:
-        """What this process's part of a model is."""
+        """The parts of all parameters and buffers that this process has of a divided model."""
         shards, rank = divided.shards_by_name(), divided.fabric.rank
 
         def part(name: str, tensor: Tensor) -> Part:
@@ -94,12 +94,12 @@ class Needs:
         )
 
     def to_json(self) -> Any:
-        """What JSON can say of it."""
+        """Encode it as JSON values, for `from_json`."""
         return [{name: (each.shape, each.dimension, each.ranges) for name, each in kind.items()} for kind in self._kinds]
 
     @classmethod
     def from_json(cls, value: Any) -> Needs:
-        """What `to_json` has said."""
+        """Decode what `to_json` returned."""
 
         def parts(kind: Mapping[str, Any]) -> dict[str, Part]:
             return {
@@ -116,7 +116,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What the optimizer makes of a parameter."""
+    """The value of a parameter after a step of the optimizer with a known gradient."""
 
     seed: int
     """Of the gradient (`pattern`)."""
@@ -268,7 +268,7 @@ class _Serving:
             self.gradients_end()
 
     def gradients_end(self) -> None:
-        """What has not been sent is."""
+        """Send the gradients that are collected but not sent yet."""
         found, self._gradients = self._gradients, []
         if found:
             about = [(name, largest(whole)) for name, whole in found]
@@ -359,7 +359,7 @@ def updated(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradient:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of the ordinary model's forward."""
+    """The result of the ordinary model's forward."""
 
     outputs: list[Tensor]
     loss: float
@@ -376,7 +376,7 @@ def made(case: Case) -> nn.Module:
 
 
 def forward(case: Case, model: nn.Module, batch: Batch, phase: Phase, *, backward: bool = False) -> Outcome:
-    """Of the ordinary model; ``backward``: with its gradients."""
+    """Run the ordinary model's forward in a phase. ``backward``: also compute its gradients."""
     model.train(phase == "training")
     with alone(), drawing_alike(model, case.seed, 0 if phase == "training" else 1) as order:
         output = batch.output(model)

@@ -33,7 +33,7 @@ _WHATS = ("output", "loss", "gradient", "buffer", "update")
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What has been compared, and found equal."""
+    """A comparison in which nothing differed: the number of samples, and the precision."""
 
     samples: int
     precision: str

@@ -78,7 +78,7 @@ class Watch:
 
 
 def block_of(whole: Tensor, placement: Placement, rank: int) -> Tensor:
-    """What a rank should hold of a tensor."""
+    """The block of a whole tensor that a rank should hold with this placement, as a view."""
     for dimension, (start, stop) in enumerate(placement.block(whole.shape, rank)):
         whole = whole.narrow(dimension, start, stop - start)
     return whole

@@ -27,7 +27,7 @@ MEMORY_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to measure, and how thoroughly."""
+    """The settings of a measurement: batch sizes, threads, and how often to repeat."""
 
     batches: tuple[int, ...] = ()
     """Numbers of samples to try; none: 1, 2, 4, ... until throughput stops growing."""

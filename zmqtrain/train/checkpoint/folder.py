@@ -99,7 +99,7 @@ class PartWriter:
         return {**self._files, f"{self._name}.safetensors": self._tensors.close()}
 
     def discard(self) -> None:
-        """Abandon the part."""
+        """Abandon the part that is being written, and remove its files."""
         self._tensors.abandon()
 
 
@@ -348,7 +348,7 @@ class _File:
         self._crc = zlib.crc32(data, self._crc)
 
     def close(self) -> tuple[int, int]:
-        """Size and CRC."""
+        """Close the file. Returns its size and its CRC."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -52,7 +52,7 @@ class Layout:
         return cls(parameters, buckets, group_size)
 
     def to_value(self) -> Value:
-        """As plain values."""
+        """Encode the layout as plain values."""
         parameters = {
             name: [list(shape), dimension, [[list(each) for each in row] for row in pieces], list(order)]
             for name, (shape, dimension, pieces, order) in self.parameters.items()

@@ -43,7 +43,7 @@ class ModelFile:
         endpoint.serve(ALONE_WRITTEN, self._on_written)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Receive model files and write them, until cancelled."""
         try:
             async for _, tag, payload in self._subscription:
                 future = self._future(tag[1:])

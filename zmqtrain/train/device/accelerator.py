@@ -51,7 +51,7 @@ class Accelerator(Protocol):
         ...
 
     def stream(self, device: torch.device) -> Stream:
-        """A new stream."""
+        """Create a stream of the device."""
         ...
 
     def current(self, device: torch.device) -> Stream:
@@ -60,7 +60,7 @@ class Accelerator(Protocol):
         ...
 
     def event(self) -> Event:
-        """A new event."""
+        """Create an event of the device."""
         ...
 
     def copy(self, source: Tensor, target: Tensor, stream: Stream) -> None:
@@ -87,7 +87,7 @@ class Accelerator(Protocol):
         ...
 
     def unpin(self, tensor: Tensor) -> None:
-        """Undo `pin`."""
+        """Unregister memory that `pin` has registered."""
         ...
 
     def random_state(self, device: torch.device) -> Tensor:

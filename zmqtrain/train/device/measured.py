@@ -75,7 +75,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All these measurements."""
+    """The measurements of a device in all steps."""
 
     device: str = ""
     processors: int = 0

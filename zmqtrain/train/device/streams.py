@@ -61,7 +61,7 @@ class StreamStaging:
         self._accelerator.synchronize(self._device)
 
     def close(self) -> None:
-        """End all copies."""
+        """Wait for all copies, end what makes them, and release pinned memory."""
         self.synchronize()
         self._outgoing.close()
         self._incoming.close()

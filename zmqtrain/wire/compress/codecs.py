@@ -37,7 +37,7 @@ class Codec(Protocol):
         ...
 
     def unpack(self, packed: torch.Tensor, numel: int, dtype: str) -> torch.Tensor:
-        """What the receiver gets."""
+        """Decode packed elements, as the receiver does. Returns a flat tensor."""
         ...
 
     def of_mean(self, count: int) -> Codec:
@@ -112,7 +112,20 @@ def make_compressor(name: str, ratio: float = 0.01, rank: int = 4) -> Compressor
     raise ValueError(f"there is no compression {name!r}; choose one of {', '.join(CODECS)}")
 
 
-class NoCompressor:
+class _KeepsNothing:
+    """The part of a compressor that keeps nothing between steps: what its codec loses is lost."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        return None
+
+    def kept(self, key: str, numel: int, matrices: Sequence[Matrix] = ()) -> dict[str, int]:
+        return {}
+
+
+class NoCompressor(_KeepsNothing):
     """Sends payloads unchanged."""
 
     name: CodecName = "none"
@@ -123,18 +136,9 @@ class NoCompressor:
     def decode(self, payload: Payload) -> Payload:
         return payload
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        return None
-
-    def kept(self, key: str, numel: int, matrices: Sequence[Matrix] = ()) -> dict[str, int]:
-        return {}
-
-
-class PlainCompressor:
-    """Nothing is kept between steps: what the codec loses is lost."""
+class PlainCompressor(_KeepsNothing):
+    """Sends each payload in its codec's form."""
 
     def __init__(self, codec: Codec) -> None:
         self.name, self._codec = codec.name, codec
@@ -144,15 +148,6 @@ class PlainCompressor:
 
     def decode(self, payload: Payload) -> Payload:
         return decompress(payload, self.name)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        return None
-
-    def kept(self, key: str, numel: int, matrices: Sequence[Matrix] = ()) -> dict[str, int]:
-        return {}
 
 
 class FeedbackCompressor:

@@ -11,18 +11,22 @@ if TYPE_CHECKING:
     import torch
 
 
-def with_kept(residuals: Mapping[str, torch.Tensor], key: str, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient and what is kept under ``key``, flat, in float32 (float64 for float64). Takes the kept one's memory. Raises
-    `ValueError` if the two have different sizes."""
+def with_kept(residuals: Mapping[str, torch.Tensor], key: str, gradient: torch.Tensor, *, in_place: bool = True) -> torch.Tensor:
+    """Add what is kept of a stream to its next gradient.
+
+    ``residuals``: what is kept, by stream. ``key``: the stream. ``gradient``: flat, of any float type. ``in_place``: the sum takes
+    the residual's memory; False leaves the residual as it is, for callers that may have to give the step up. Returns a flat tensor
+    of float32 (float64 for float64) that does not alias ``gradient``. Raises `ValueError` if the two have different sizes.
+    """
     import torch
 
     gradient = aligned(gradient)
     residual = residuals.get(key)
     if residual is None:
-        residual = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
     if residual.shape != gradient.shape:
         raise ValueError(f"{key!r} had {residual.numel()} elements before and has {gradient.numel()} now")
-    return residual.add_(gradient)
+    return residual.add_(gradient) if in_place else residual + gradient
 
 
 def kept_of(whole: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
