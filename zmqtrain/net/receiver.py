@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import zmq
 
+from zmqtrain.heap import keep_frames
 from zmqtrain.net.curve import Identity
 from zmqtrain.net.monitor import DoorMonitor
 from zmqtrain.net.settings import MIB
@@ -18,6 +19,8 @@ BUDGET_MESSAGES = 64
 BUDGET_BYTES = 8 * MIB
 #: Frames from this size on are used in place; copying smaller ones costs less than keeping track of them.
 IN_PLACE_BYTES = 16 * 1024
+#: For frames from this size on the C library asks the kernel for memory.
+LARGE_BYTES = 128 * 1024
 
 
 class RouterReceiver:
@@ -67,6 +70,8 @@ class RouterReceiver:
                 frame = router.recv(zmq.NOBLOCK, copy=False)
                 size = len(frame)
                 nbytes += size
+                if size >= LARGE_BYTES:
+                    keep_frames()
                 frames.append(frame.buffer if size >= IN_PLACE_BYTES else frame.bytes)
             if route is not None:
                 receiver.on_message(lane, route, frames)
