@@ -211,9 +211,9 @@ def _measured(network: str, profile: Path) -> Iterator[Case]:
     from torch import nn
     from torch.utils.data import TensorDataset
 
+    from zmqtrain.heap import keep_memory
     from zmqtrain.plan.measure.model import ModelBench
     from zmqtrain.plan.measure.profile import Asked, profile_task
-    from zmqtrain.train.device.memory_kept import keep_memory
     from zmqtrain.train.task import Task
 
     keep_memory()

@@ -91,11 +91,11 @@ def _measured(
     *,
     quiet: bool,
 ) -> Profile:
+    from zmqtrain.heap import keep_memory
     from zmqtrain.plan.measure.model import ModelBench
     from zmqtrain.plan.measure.profile import Asked, profile_task
     from zmqtrain.plan.measure.timing import Patience
     from zmqtrain.train.device.make import device_named
-    from zmqtrain.train.device.memory_kept import keep_memory
     from zmqtrain.train.task import load_task
 
     job, compute = topology.job, topology.compute

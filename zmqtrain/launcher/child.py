@@ -16,6 +16,7 @@ import torch
 from setproctitle import setproctitle
 
 from zmqtrain.errors import ConnectivityError, HostLostError, UsageError
+from zmqtrain.heap import keep_memory
 from zmqtrain.launcher.signals import wanted_on_sigterm
 from zmqtrain.membership.actions import TOLD_TO_END
 from zmqtrain.membership.context import RoleContext
@@ -24,7 +25,6 @@ from zmqtrain.net.loop import run
 from zmqtrain.run.enter import enter_run
 from zmqtrain.run.report import report_of
 from zmqtrain.run.role import run_role
-from zmqtrain.train.device.memory_kept import keep_memory
 
 with suppress(ImportError):
     import uvloop  # noqa: F401 - the same

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import zmq
 
+from zmqtrain.heap import keep_frames
 from zmqtrain.net.curve import Identity
 from zmqtrain.net.monitor import DoorMonitor
 from zmqtrain.net.settings import MIB
@@ -18,6 +19,10 @@ BUDGET_MESSAGES = 64
 BUDGET_BYTES = 8 * MIB
 #: Frames from this size on are used in place; copying smaller ones costs less than keeping track of them.
 IN_PLACE_BYTES = 16 * 1024
+#: For frames from this size on the C library asks the kernel for memory.
+LARGE_BYTES = 128 * 1024
+#: As plain numbers: pyzmq's own constants are enumerations, whose arithmetic takes longer than what it is for.
+_NOBLOCK, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class RouterReceiver:
@@ -56,17 +61,21 @@ class RouterReceiver:
         for number in range(BUDGET_MESSAGES):
             if receiver is None or router.closed:
                 return
-            if number == 1 and not int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if number == 1 and not int(router.getsockopt(_EVENTS)) & _POLLIN:
                 return  # as after `Again`, which takes longer to raise; most often one message comes at a time
             try:
-                route = router.recv(zmq.NOBLOCK) if self._identity is None else self._route_of_caller(self._identity)
+                route = router.recv(_NOBLOCK) if self._identity is None else self._route_of_caller(self._identity)
             except zmq.Again:
                 return
             frames: list[bytes | memoryview] = []
-            while router.getsockopt(zmq.RCVMORE):
-                frame = router.recv(zmq.NOBLOCK, copy=False)
+            more = True  # something always follows the route
+            while more:
+                frame = router.recv(_NOBLOCK, copy=False)
+                more = frame.more
                 size = len(frame)
                 nbytes += size
+                if size >= LARGE_BYTES:
+                    keep_frames()
                 frames.append(frame.buffer if size >= IN_PLACE_BYTES else frame.bytes)
             if route is not None:
                 receiver.on_message(lane, route, frames)
@@ -77,7 +86,7 @@ class RouterReceiver:
 
     def _route_of_caller(self, identity: Identity) -> bytes | None:
         """The next message's route; ``None`` if it belongs to another member than the caller's key does."""
-        frame = self._router.recv(zmq.NOBLOCK, copy=False)
+        frame = self._router.recv(_NOBLOCK, copy=False)
         if identity.may_be(str(frame.get("User-Id")), frame.bytes):
             return frame.bytes
         self._refused(Intrusion.FALSE_NAME, str(frame.get("Peer-Address")))

@@ -52,6 +52,8 @@ MAX_SOCKETS = 16384
 
 #: The kernel asks after callers that were silent for so many seconds.
 KEEPALIVE_S = 30
+#: As plain numbers: arithmetic of pyzmq's own enumerations would take as long as the call itself.
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 #: Back-off of reconnecting: fast at first, since roles start at about the same time, then slower.
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0
 
@@ -322,10 +324,10 @@ class _Wire:
             return False
         try:
             if len(frames) == 1:
-                dealer.send(frames[0], zmq.NOBLOCK)
+                dealer.send(frames[0], _NOBLOCK)
             else:
-                dealer.send(frames[0], zmq.NOBLOCK | zmq.SNDMORE)
-                dealer.send(frames[1], zmq.NOBLOCK, copy=len(frames[1]) < IN_PLACE_BYTES)
+                dealer.send(frames[0], _MORE)
+                dealer.send(frames[1], _NOBLOCK, len(frames[1]) < IN_PLACE_BYTES)
         except zmq.Again:
             return False
         return True

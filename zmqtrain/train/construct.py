@@ -6,12 +6,12 @@ import torch
 
 from zmqtrain.errors import TaskError
 from zmqtrain.events import Recorder
+from zmqtrain.heap import returning_blocks
 from zmqtrain.parallel.deferred import SMALLEST_BYTES, CannotDeferError, Tape, deferred, is_deferred
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.device.memory_kept import returning_blocks
 from zmqtrain.train.divided import divide
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.task import Task, build_model

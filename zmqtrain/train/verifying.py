@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.nested import PLAIN, leaves, mapped
 from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.heap import give_back, returning_blocks
 from zmqtrain.parallel.communicator import Fabric, Label
 from zmqtrain.parallel.deferred import Tape, fill
 from zmqtrain.parallel.grid import Grid
@@ -22,7 +23,6 @@ from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify import Case, Verified, verified
 from zmqtrain.parallel.verify.case import alone
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.device.memory_kept import give_back, returning_blocks
 from zmqtrain.train.divided import parallel_model, share_of_model
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.task import Measure, Task, build_model, build_optimizer, user_code

@@ -33,7 +33,7 @@ from zmqtrain.wire.tensor import Buffer, TensorPayload
 from zmqtrain.wire.value import ValuePayload
 
 MAGIC: Final = "zmqt"
-WIRE_VERSION: Final = 4
+WIRE_VERSION: Final = 5
 
 TENSOR: Final = "tensor"
 PHANTOM: Final = "phantom"
@@ -70,7 +70,8 @@ class Header(NamedTuple):
     nbytes: int = 0
     #: Bits that only the link understands (`zmqtrain.net.flags`); 0 for whole messages.
     flags: int = 0
-    #: In an acknowledgement: what its sender has received and may be sent, in numbers that only the link understands.
+    #: An acknowledgement, alone or beside a piece: what its sender has received and may be sent, in numbers that only the link
+    #: understands.
     acks: tuple[int, ...] = ()
     meta: Value = None
     version: int = WIRE_VERSION

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from zmqtrain.errors import UsageError
+from zmqtrain.heap import keep_memory
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.train.device.accelerator import accelerator_of
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.cpu import CpuDevice
-from zmqtrain.train.device.memory_kept import keep_memory
 from zmqtrain.train.device.streams import AcceleratorDevice
 
 
@@ -28,7 +28,7 @@ def device_of(context: RoleContext, *, local_rank: int, keep: bool = False) -> D
 def make_device(name: str, *, local_rank: int = 0, threads: int = 0, keep: bool = False) -> Device:
     """The device of this name (see `device_named`; not ``modelled``), with a compute thread of its own.
 
-    ``keep``: on a CPU, the process keeps memory that it has freed (`zmqtrain.train.device.memory_kept`).
+    ``keep``: on a CPU, the process keeps memory that it has freed (`zmqtrain.heap`).
 
     Raises `UsageError` if this host does not have the device.
     """
