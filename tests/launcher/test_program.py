@@ -130,7 +130,7 @@ def test_a_directory_in_use_is_refused(folder: Path) -> None:
 
 
 async def test_a_run_is_followed_to_its_model(folder: Path) -> None:
-    with zmqtrain.launch("own_task.py:task", steps=6, batch_size=16, threads=1, device="cpu") as run:
+    async with zmqtrain.launch("own_task.py:task", steps=6, batch_size=16, threads=1, device="cpu") as run:
         with pytest.raises(CheckpointError, match="no model"):
             run.model()
         lines = [line async for line in run]

@@ -13,7 +13,7 @@ from typing import Any
 from zmqtrain.cli.runs import LOOK_S, launcher_of, lives, run_status
 from zmqtrain.errors import HostLostError, SshError
 from zmqtrain.launcher.ssh.leftovers import inspect_hosts
-from zmqtrain.observe.live import View, make_view
+from zmqtrain.observe.live import LateView, make_view
 from zmqtrain.observe.run_directory import find_run
 from zmqtrain.observe.tail import Tail
 from zmqtrain.topology.load import load_topology
@@ -25,20 +25,28 @@ from zmqtrain.words import counted
 class Follower:
     """Passes everything that a run adds to its files to a view."""
 
-    def __init__(self, path: Path, view: View) -> None:
-        """Follow the run from now on, without its earlier output."""
+    def __init__(self, path: Path, view: LateView) -> None:
+        """Follow the run from now on. What was before is not shown, but counts: where each worker is, and who is lost."""
         self._path, self._view = path, view
-        self._tail = Tail(self._files())
+        self._tail = Tail(self._logs())
+        for line in self._tail.new_lines(self._events):
+            event = json.loads(line)
+            view.past(event, float(event["time"]))
 
     def look(self) -> None:
+<<<<<<< HEAD
         """Show the lines that the run's log and event files have got since the last call."""
         for file in self._files():
             lines = self._tail.new_lines(file)
             if file.suffix == ".log" and lines:
+=======
+        """Show new output."""
+        for line in self._tail.new_lines(self._events):
+            self._show(json.loads(line))
+        for file in self._logs():
+            if lines := self._tail.new_lines(file):
+>>>>>>> docs
                 self._view.log(file.stem.replace("-", "/", 1), "\n".join(lines))
-            elif file.suffix == ".jsonl":
-                for line in lines:
-                    self._show(json.loads(line))
 
     def _show(self, event: Mapping[str, Any]) -> None:
         if event["kind"] == "note":
@@ -46,8 +54,12 @@ class Follower:
         else:
             self._view.event(event, float(event["time"]))
 
-    def _files(self) -> list[Path]:
-        return [self._path / "events.jsonl", *sorted((self._path / "logs").glob("*.log"))]
+    @property
+    def _events(self) -> Path:
+        return self._path / "events.jsonl"
+
+    def _logs(self) -> list[Path]:
+        return sorted((self._path / "logs").glob("*.log"))
 
 
 def run_attach(name: str, *, json_lines: bool = False) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import secrets
@@ -112,11 +113,12 @@ def _listen(address: str, port: int | None) -> socket.socket:
     try:
         return socket.create_server((address, PORT if port is None else port), family=family)
     except OSError as error:
+        why = error.strerror or error
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(f"cannot listen on --address {address}: {why}. Choose an address of this machine") from error
         if port is None:
             return _listen(address, 0)
-        raise UsageError(
-            f"cannot listen on {address} port {port}: {error.strerror or error}. Choose another --port; 0: any free one"
-        ) from error
+        raise UsageError(f"cannot listen on {address} port {port}: {why}. Choose another --port; 0: any free one") from error
 
 
 def _say(url: str, folder: Path, address: str, port: int, *, json_lines: bool) -> None:

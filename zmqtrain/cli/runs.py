@@ -157,7 +157,7 @@ def _stop_launcher(path: Path) -> None:
         )
     if process is not None:
         state = state_of_run(path)
-        after = f" after {state['steps']} steps" if state.get("steps") is not None else ""
+        after = f" after {counted(state['steps'], 'step')}" if state.get("steps") is not None else ""
         kept = find_checkpoints(training_of(path) / "checkpoints")
         print(f"{path}: {state['status']}{after}; " + (f"its newest checkpoint is {kept[-1]}" if kept else "it has no checkpoint"))
 
@@ -216,6 +216,8 @@ def run_logs(name: str, role: str | None = None, *, follow: bool = False) -> int
                 for line in tail.new_lines(file, whole=last):
                     print(f"{file.stem} | {line}" if role is None else line, flush=follow)
             if last:
+                if not any(file.stat().st_size for file in files()):
+                    print(f"the roles of {training} have printed nothing", file=sys.stderr)
                 return 0
             time.sleep(LOOK_S)
     except KeyboardInterrupt:

@@ -45,6 +45,13 @@ class View(Protocol):
     def end(self) -> None: ...
 
 
+class LateView(View, Protocol):
+    """Shows a run that had begun before."""
+
+    def past(self, event: Mapping[str, Any], now: float) -> None:
+        """Take an event from before the view began: it counts, but is not shown."""
+
+
 @dataclass(slots=True)
 class _GroupRow:
     """One group's row in the table, from its newest steps."""
@@ -53,7 +60,7 @@ class _GroupRow:
     loss: float | None = None
     samples: int = 0
     rate: float = 0.0
-    exposed: float = 0.0
+    exposed: float | None = None
     staleness: float | None = None
     since: float | None = None  # the time from which `samples` counts
 
@@ -94,7 +101,7 @@ class Rows:
         row.loss = values.get("loss", row.loss)
         seconds = values.get("seconds", 0.0)
         share = values.get("exposed_s", 0.0) / seconds if seconds > 0 else 0.0
-        row.exposed += 0.1 * (share - row.exposed)
+        row.exposed = share if row.exposed is None else row.exposed + 0.1 * (share - row.exposed)
         mean = mean_staleness(values)
         if mean is not None:
             row.staleness = mean if row.staleness is None else row.staleness + 0.1 * (mean - row.staleness)
@@ -126,7 +133,9 @@ class Rows:
             parts.append(f"loss {sum(losses) / len(losses):.4f}")
         if self.rate:
             parts.append(f"{self.rate:,.0f} samples/s")
-        parts.append(f"exposed communication {100 * sum(row.exposed for row in rows) / len(steps):.0f} %")
+        exposed = [row.exposed for row in rows if row.exposed is not None]
+        if exposed:
+            parts.append(f"exposed communication {100 * sum(exposed) / len(exposed):.0f} %")
         stale = [row.staleness for row in rows if row.staleness is not None]
         if stale:
             parts.append(f"staleness {sum(stale) / len(stale):.2f}")
@@ -164,6 +173,9 @@ class TableView:
     def note(self, text: str) -> None:
         self._live.console.print(text, style="dim", highlight=False, markup=False)
 
+    def past(self, event: Mapping[str, Any], now: float) -> None:
+        self._rows.add(event, now)
+
     def event(self, event: Mapping[str, Any], now: float) -> None:
         self._rows.add(event, now)
 
@@ -182,7 +194,7 @@ class TableView:
                 str(row.step),
                 "" if row.loss is None else f"{row.loss:.4f}",
                 f"{row.rate:,.0f}",
-                f"{100 * row.exposed:.0f} %",
+                "" if row.exposed is None else f"{100 * row.exposed:.0f} %",
                 "" if row.staleness is None else f"{row.staleness:.2f}",
             )
         metrics = "  ".join(f"{name} {value:.4f}" for name, value in self._rows.eval.items())
@@ -208,6 +220,9 @@ class PlainView:
 
     def note(self, text: str) -> None:
         print(text, flush=True)
+
+    def past(self, event: Mapping[str, Any], now: float) -> None:
+        self._rows.add(event, now)
 
     def event(self, event: Mapping[str, Any], now: float) -> None:
         self._rows.add(event, now)
@@ -248,6 +263,9 @@ class JsonView:
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    def past(self, event: Mapping[str, Any], now: float) -> None:
+        return None
+
     def event(self, event: Mapping[str, Any], now: float) -> None:
         print(dumps(event), flush=True)
 
@@ -259,7 +277,7 @@ class JsonView:
         return None
 
 
-def make_view(group_of: Mapping[str, int], *, json_lines: bool, every_steps: int = 0) -> View:
+def make_view(group_of: Mapping[str, int], *, json_lines: bool, every_steps: int = 0) -> LateView:
     """The view that suits standard output."""
     if json_lines:
         return JsonView()

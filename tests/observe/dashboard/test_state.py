@@ -109,6 +109,15 @@ def test_servers_staleness_goes_before_the_workers_and_traffic_is_a_matrix() -> 
     }  # fmt: skip
 
 
+def test_what_was_sent_to_a_member_that_is_lost_stays_in_the_traffic() -> None:
+    state = state_of(
+        event("links", 0, None, 5.0, sent={"worker/1": [40, 0.1], "worker/2": [30, 0.1]}),
+        event("lost", 2, None, 6.0, reason="it was killed"),
+        event("links", 0, None, 7.0, sent={"worker/1": [50, 0.1]}),
+    )
+    assert state["traffic"] == {"rows": ["worker/0"], "peers": ["worker/1", "worker/2"], "bytes": [[50, 30]]}
+
+
 def test_the_feed_is_bounded_and_goes_on_where_a_reader_was() -> None:
     state = RunState()
     for number in range(MOST_FEED + 5):

@@ -328,6 +328,14 @@ class LaunchedRun:
         if error is None and not self._told:
             self.wait()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # In a thread: the program's other coroutines go on while the run keeps its checkpoint. The thread goes on, too, if this is
+        # cancelled.
+        await asyncio.to_thread(self.__exit__, kind, error, trace)
+
     def _lines(self, tail: Tail) -> Iterator[dict[str, Any]]:
         """The events that were written since the last call."""
         file = self.folder / "events.jsonl"

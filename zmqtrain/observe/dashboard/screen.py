@@ -22,7 +22,7 @@ MOST_TRIALS = 5
 #: The parts of a step: how each is drawn with a terminal's characters, with plain ones, and its colour.
 PARTS = {"compute": ("█", "#", "green"), "exposed": ("▒", "=", "red"), "other": ("░", ".", "yellow")}
 #: The width from which on a worker's group, samples/s and health have columns, too.
-WIDE = 100
+WIDE = 120
 _BAR, _WIDE_BAR = 22, 32
 _HEIGHTS, _CURVE = "▁▂▃▄▅▆▇█", 40
 _COLOURS = {"running": "green", "done": "blue", "failed": "red", "lost": "red", "halted": "red"}

@@ -88,7 +88,9 @@ class RunState:
         elif kind == "traffic":
             self._traffic[peer] = dict(values.get("sent") or {})
         elif kind == "links":
-            self._so_far[peer] = {to: int(row[0]) for to, row in dict(values.get("sent") or {}).items()}
+            # Of links that there are: what went over one before, such as to a worker that is lost, was sent all the same.
+            sent = {to: int(row[0]) for to, row in dict(values.get("sent") or {}).items()}
+            self._so_far[peer] = {**self._so_far.get(peer, {}), **sent}
         elif kind == "slow":
             self._slow.add(peer, values)
         elif kind in ("checkpoint complete", "checkpoint failed", "checkpoint late"):

@@ -202,14 +202,18 @@ function curves(state, other) {
   // A modelled device has no loss. What a run that trains has not recorded yet may still come.
   const over = state.status.status !== "running";
   $("loss-card").hidden = over && !state.loss.value.length;
-  $("eval-card").hidden = over && !Object.keys(state.eval).length;
+  const metrics = [...new Set([...Object.keys(state.eval), ...Object.keys(other?.eval ?? {})])];
+  $("eval-card").hidden = over && !metrics.length;
   $("lr-card").hidden = over && !state.lr.value.length;
   const beside = (name, curve, color) => (other && curve ? [{ label: `${name}, ${other.name}`, curve, color, dashed: true }] : []);
-  const groups = (curves) => Object.entries(curves).map(([group, curve], index) => ({ label: `group ${group}`, curve, color: COLORS[(index + 1) % 8], thin: true }));
-  const together = (id, name, of) => () => draw(id, [{ label: "mean", curve: state[name], color: COLORS[0] }, ...(other ? [] : groups(state[of])), ...beside("mean", other?.[name], COLORS[1])], axis);
-  const metrics = Object.keys(state.eval);
+  // A group has the colour of its workers' tiles.
+  const groups = (curves) => Object.entries(curves).map(([group, curve]) => ({ label: `group ${group}`, curve, color: COLORS[group % 8], thin: true }));
+  const together = (id, name, of) => () => {
+    const parts = other ? beside("mean", other[name], COLORS[1]) : groups(state[of]);
+    draw(id, [{ label: "mean", curve: state[name], color: !other && parts.length ? "--ink" : COLORS[0] }, ...parts], axis);
+  };
   const evaluations = () => draw("eval", metrics.flatMap((name, index) => [
-    { label: name, curve: state.eval[name], color: COLORS[index % 8] },
+    ...(state.eval[name] ? [{ label: name, curve: state.eval[name], color: COLORS[index % 8] }] : []),
     ...beside(name, other?.eval[name], COLORS[index % 8]),
   ]), axis);
   const rates = () => draw("lr", [{ label: "learning rate", curve: state.lr, color: COLORS[0] }, ...beside("learning rate", other?.lr, COLORS[1])], axis);

@@ -64,6 +64,7 @@ function draw(id, series, axis, format = brief) {
     width: Math.max(240, element.clientWidth),
     height: 210,
     scales: { x: { time: false } },
+    legend: { markers: { dash: (_, index) => (series[index - 1]?.dashed ? "dashed" : "solid") } },
     cursor: { drag: { x: true, y: false }, sync: { key: axis } },
     axes: [
       { stroke: ink, grid, ticks: grid, values: (_, ticks) => ticks.map((tick) => (axis === "at" ? duration(tick) : brief(tick))) },
