@@ -34,18 +34,11 @@ class Follower:
             view.past(event, float(event["time"]))
 
     def look(self) -> None:
-<<<<<<< HEAD
-        """Show the lines that the run's log and event files have got since the last call."""
-        for file in self._files():
-            lines = self._tail.new_lines(file)
-            if file.suffix == ".log" and lines:
-=======
-        """Show new output."""
+        """Show what the run's event and log files have got since the last call."""
         for line in self._tail.new_lines(self._events):
             self._show(json.loads(line))
         for file in self._logs():
             if lines := self._tail.new_lines(file):
->>>>>>> docs
                 self._view.log(file.stem.replace("-", "/", 1), "\n".join(lines))
 
     def _show(self, event: Mapping[str, Any]) -> None:
