@@ -84,3 +84,22 @@ def test_sizes_about_the_most_that_travels_together(hosts: str) -> None:
         list(pool.map(work, groups))
     for group in groups:
         group.shutdown()
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab"])
+def test_a_program_may_resize_the_storage_of_what_was_received_and_sent(hosts: str) -> None:
+    groups = groups_of(len(hosts), hosts=hosts)
+
+    def work(group: ZmqProcessGroup) -> None:
+        for numel in (3, TOGETHER_BYTES):
+            own, whole = content(group.rank(), numel), torch.empty(group.size() * numel)
+            group._allgather_base(whole, own).wait()
+            group.allreduce([own]).wait()
+            group.broadcast([own]).wait()
+            for each in (own, whole):  # as FSDP frees what it has gathered
+                each.untyped_storage().resize_(0)
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        list(pool.map(work, groups))
+    for group in groups:
+        group.shutdown()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from zmqtrain.c10d.descriptor import Descriptor, require_equal
 from zmqtrain.c10d.errors import MismatchError
@@ -150,7 +151,7 @@ class SeveralHosts:
         if self._column is not None and parts[place].numel():
             summed = combine is torch.add and dtype_of_torch(flat.dtype).kind in ("float", "int") and flat.element_size() > 1
             if summed and not self._small(parts[place], len(self._hosts)):
-                self._call(all_reduce(self._column, TensorPayload.of(parts[place]), tag), what)
+                self._call(all_reduce(self._column, _payload(parts[place], parts[place].dtype), tag), what)
             else:
                 self._combine(parts[place], place, combine, tag, what)
         else:
@@ -167,7 +168,7 @@ class SeveralHosts:
             others = dict.fromkeys(range(len(self._peers)), flat) if root == self._rank else {}
             self._exchange(others, {} if others else {root: flat}, self._tag(), what)
             return
-        self._call(broadcast(self._all_ranks, TensorPayload.of(as_bytes(flat)), self._tag(), root=root), what)
+        self._call(broadcast(self._all_ranks, _payload(flat), self._tag(), root=root), what)
 
     def all_gather(self, outputs: Sequence[Tensor], own: Tensor, what: str) -> None:
         self._exchange(dict.fromkeys(range(len(self._peers)), own), dict(enumerate(outputs)), self._tag(), what)
@@ -220,11 +221,11 @@ class SeveralHosts:
                     flat.copy_(content)
                     return source
         if len(sources) == 1:
-            await self._node.receive(self._peers[sources[0]], ("message", tag), into=TensorPayload.of(flat))
+            await self._node.receive(self._peers[sources[0]], ("message", tag), into=_payload(flat))
             return sources[0]
         contents = {source: torch.empty_like(flat) for source in sources}
         waits = {
-            asyncio.create_task(self._node.receive(self._peers[each], ("message", tag), into=TensorPayload.of(content))): each
+            asyncio.create_task(self._node.receive(self._peers[each], ("message", tag), into=_payload(content))): each
             for each, content in contents.items()
         }
         try:
@@ -260,13 +261,16 @@ class SeveralHosts:
         """Send to some ranks, and receive from some. What is small travels with what the ranks call, if nobody said it yet."""
         if self._rank in into:
             into[self._rank].copy_(out[self._rank])
-        together = {rank for rank in self._counterparts if self._begun is not None}
-        with_call = [{rank: each for rank, each in all_.items() if rank in together and self._small(each)} for all_ in (out, into)]
-        apart = [
-            {rank: each for rank, each in all_.items() if rank not in with_ and rank != self._rank}
-            for all_, with_ in zip((out, into), with_call, strict=True)
-        ]
-        self._call(self._exchange_others(*apart, tag) if any(apart) else None, what, *with_call)
+        together = () if self._begun is None else self._counterparts
+
+        def divided(tensors: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+            others = {rank: each for rank, each in tensors.items() if rank != self._rank}
+            small = {rank: each for rank, each in others.items() if rank in together and self._small(each)}
+            return small, {rank: each for rank, each in others.items() if rank not in small}
+
+        (small_out, large_out), (small_into, large_into) = divided(out), divided(into)
+        work = self._exchange_others(large_out, large_into, tag) if large_out or large_into else None
+        self._call(work, what, small_out, small_into)
 
     def _small(self, tensor: Tensor, copies: int = 1) -> bool:
         return tensor.numel() * tensor.element_size() * (copies - 1 or 1) <= TOGETHER_BYTES
@@ -276,10 +280,10 @@ class SeveralHosts:
             for rank, tensor in out.items():
                 tasks.create_task(self._send(rank, tag, tensor))
             for rank, tensor in into.items():
-                tasks.create_task(self._node.receive(self._peers[rank], tag, into=TensorPayload.of(as_bytes(tensor))))
+                tasks.create_task(self._node.receive(self._peers[rank], tag, into=_payload(tensor)))
 
     async def _send(self, to: int, tag: Tag, tensor: Tensor) -> None:
-        sent = await self._node.send(self._peers[to], tag, TensorPayload.of(as_bytes(tensor)))
+        sent = await self._node.send(self._peers[to], tag, _payload(tensor))
         await sent.wait_released()
 
     def _tag(self) -> Tag:
@@ -348,11 +352,11 @@ class SeveralHosts:
         ranks = sorted(found, key=lambda rank: next(place for place, of_host in enumerate(self._hosts) if rank in of_host))
         packed = [found[rank] for rank in ranks]  # those of the first host come first, on all ranks
         require_equal(packed, [self._peers[rank] for rank in ranks], more=self._more)
-        for rank, content in contents.items():
-            expected = as_bytes(into[rank]) if rank in into else content[:0]
-            if content.numel() != expected.numel():
-                raise ProtocolError(f"{self._peers[rank]} sent {content.numel()} bytes, but {expected.numel()} were expected")
-            expected.copy_(content)
+        for rank, came in contents.items():
+            expected = as_bytes(into[rank]) if rank in into else came[:0]
+            if came.numel() != expected.numel():
+                raise ProtocolError(f"{self._peers[rank]} sent {came.numel()} bytes, but {expected.numel()} were expected")
+            expected.copy_(came)
 
     def _told(self, error: BaseException, what: str) -> BaseException:
         """The error in terms of the process group."""
@@ -362,6 +366,16 @@ class SeveralHosts:
             peer = error.peer if isinstance(error, PeerTimeoutError) else "a rank of another host"
             return PeerTimeoutError(peer, what, self._timeout_s, self._setting)
         return error
+
+
+def _payload(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> TensorPayload:
+    """A tensor's memory, as a payload of elements of this type.
+
+    After an array of numpy was made of it, a storage cannot be resized, as FSDP does with what it has gathered. So the payload is
+    of another storage with the same memory.
+    """
+    content = as_bytes(tensor)
+    return TensorPayload.of((from_dlpack(content) if content.numel() else content).view(dtype))
 
 
 def _with_call(call: bytes, tensor: Tensor | None) -> Tensor:
