@@ -147,8 +147,9 @@ def test_in_detail_the_error_has_shapes_and_the_line(monkeypatch: pytest.MonkeyP
 )
 def test_a_mistake_of_one_call_fails_that_call_alone(call: Work, text: str) -> None:
     groups = groups_of(2)
-    with pytest.raises((ValueError, TypeError), match=text):
+    with pytest.raises((ValueError, TypeError), match=text) as raised:
         call(groups[0])
+    assert isinstance(raised.value, dist.DistError)  # a RuntimeError, as with gloo
     tensors = [torch.ones(2), torch.ones(2)]
     handles = [group.allreduce([tensor]) for group, tensor in zip(groups, tensors, strict=True)]
     for handle, tensor in zip(handles, tensors, strict=True):

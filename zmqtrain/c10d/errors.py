@@ -43,6 +43,14 @@ class BrokenGroupError(ZmqTrainError, dist.DistBackendError):
         super().__init__(f"{what} is not carried out: an earlier operation of this process group failed ({cause})")
 
 
+class UnsupportedError(TypeError, dist.DistError):
+    """The backend does not have an operation for this kind of tensor. That call alone fails."""
+
+
+class WrongCallError(ValueError, dist.DistError):
+    """Arguments of one rank's call do not fit together. That call alone fails."""
+
+
 def of_torch(error: Exception) -> Exception:
     """The same error as one of torch.distributed, too."""
     told: Exception = error

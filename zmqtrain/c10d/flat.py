@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zmqtrain.c10d.errors import WrongCallError
+
 
 class Flat:
     """A tensor as flat, contiguous host memory; what is written there is copied back to the tensor at the end.
@@ -32,7 +34,7 @@ class Flat:
         once = tuple(slice(1) if stride == 0 else slice(None) for stride in self._target.stride())
         result = self._whole[once]
         if result.numel() != self._whole.numel() and not torch.equal(result.expand_as(self._whole), self._whole):
-            raise ValueError("different values for elements that are one in memory: clone() the expanded tensor before")
+            raise WrongCallError("different values for elements that are one in memory: clone() the expanded tensor before")
         self._target[once].copy_(result)
 
     def __enter__(self) -> Tensor:

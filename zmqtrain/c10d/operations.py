@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zmqtrain.c10d.errors import UnsupportedError
 from zmqtrain.host.sums import Combine
 
 _COMBINE: dict[object, Combine] = {
@@ -41,19 +42,19 @@ class Reduction:
 def reduction_of(operation: Any, dtype: torch.dtype, size: int) -> Reduction:
     """The reduction for a `torch.distributed.ReduceOp` over ``size`` ranks.
 
-    Raises `TypeError` if the operation is not defined for the type.
+    Raises `UnsupportedError` if the operation is not defined for the type.
     """
     kind = next((known for known in _COMBINE if operation == known), None)
     if kind is None:
-        raise TypeError(f"the zmq backend does not support the reduce operation {operation}")
+        raise UnsupportedError(f"the zmq backend does not support the reduce operation {operation}")
     combine, exact = _COMBINE[kind], not (dtype.is_floating_point or dtype.is_complex)
     if combine in (torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor) and not exact:
-        raise TypeError(f"{kind} is defined for integers and booleans, not for {dtype}")
+        raise UnsupportedError(f"{kind} is defined for integers and booleans, not for {dtype}")
     if combine in (torch.minimum, torch.maximum) and dtype.is_complex:
-        raise TypeError(f"{kind} is not defined for {dtype}")
+        raise UnsupportedError(f"{kind} is not defined for {dtype}")
     if kind == dist.ReduceOp.AVG:
         if dtype is torch.bool:
-            raise TypeError("the average of booleans is not a boolean: use SUM of an integer tensor, and divide the result")
+            raise UnsupportedError("the average of booleans is not a boolean: use SUM of an integer tensor, and divide the result")
         if exact:  # as NCCL: the quotient without its fraction
             return Reduction(str(kind), combine, after=lambda result: result.div_(size, rounding_mode="trunc"))
         return Reduction(str(kind), combine, after=lambda result: result.div_(size))

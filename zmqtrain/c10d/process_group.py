@@ -21,7 +21,7 @@ from torch._C._autograd import _profiler_enabled
 
 from zmqtrain.c10d.descriptor import Descriptor, checksum
 from zmqtrain.c10d.eager import never_compiled
-from zmqtrain.c10d.errors import of_torch
+from zmqtrain.c10d.errors import UnsupportedError, WrongCallError, of_torch
 from zmqtrain.c10d.flat import Flat, Flats
 from zmqtrain.c10d.operations import Reduction, reduction_of
 from zmqtrain.c10d.order import PROGRAM, Following, next_call
@@ -143,7 +143,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
         for output, own in zip(outputs, inputs, strict=True):
             if output.numel() != own.numel() * self._size_here:
-                raise ValueError(
+                raise WrongCallError(
                     f"all_gather of {own.numel()} elements over {self._size_here} ranks into {output.numel()} elements"
                 )
             _require_dtype("all_gather_into_tensor", [output, own])
@@ -203,7 +203,9 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         reduction = reduction_of(_operation(opts), outputs[0].dtype, self._size_here)
         for output, whole in zip(outputs, inputs, strict=True):
             if whole.numel() != output.numel() * self._size_here:
-                raise ValueError(f"reduce_scatter of {whole.numel()} elements over {self._size_here} ranks into {output.numel()}")
+                raise WrongCallError(
+                    f"reduce_scatter of {whole.numel()} elements over {self._size_here} ranks into {output.numel()}"
+                )
             _require_dtype("reduce_scatter_tensor", [output, whole])
 
         def do(call: _Call) -> None:
@@ -220,7 +222,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
         for name, tensors in (("outputs", outputs), ("inputs", inputs)):
             if len(tensors) != self._size_here:
-                raise ValueError(f"all_to_all of {len(tensors)} {name} over {self._size_here} ranks: give one for each rank")
+                raise WrongCallError(f"all_to_all of {len(tensors)} {name} over {self._size_here} ranks: give one for each rank")
         _require_dtype("all_to_all", [*outputs, *inputs])
 
         def do(call: _Call) -> None:
@@ -306,7 +308,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for tensor in tensors:
             _require_layout(name, tensor, sparse=root is None)
             if tensor.is_sparse and reduction_of(operation, tensor.dtype, 1).name != str(dist.ReduceOp.SUM):
-                raise ValueError(f"{name} of a sparse tensor: only SUM is defined, not {operation}")
+                raise WrongCallError(f"{name} of a sparse tensor: only SUM is defined, not {operation}")
 
         def do(call: _Call) -> None:
             for tensor, reduction in zip(tensors, reductions, strict=True):
@@ -339,10 +341,10 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _receive(self, tensors: list[Tensor], sources: list[int], tag: int, what: str) -> Handle:
         self._require_open("recv")
         if len(tensors) != 1:
-            raise ValueError(f"a receive of {len(tensors)} tensors: one message has one")
+            raise WrongCallError(f"a receive of {len(tensors)} tensors: one message has one")
         _require_layout("recv", tensors[0])
         if not sources:
-            raise ValueError("a receive from any rank: there is no other rank in the group")
+            raise WrongCallError("a receive from any rank: there is no other rank in the group")
         handle, flat = Handle(tensors, what), Flat(tensors[0])
         finish = after_the_device(tensors, flat.write_back)
 
@@ -360,7 +362,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _message(self, name: str, peer: int, tag: int) -> str:
         if not 0 <= peer < self._size_here or peer == self._rank_here:
-            raise ValueError(
+            raise WrongCallError(
                 f"{name} rank {peer} by rank {self._rank_here} of a group of {self._size_here}: give another rank's number"
             )
         return f"{name} {self._names[peer]} (tag {tag})"
@@ -373,19 +375,21 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _require_parts(self, name: str, parts: Sequence[Tensor], own: Tensor, *, of_rank: int | None = None) -> None:
         """Raise `ValueError` unless there is a part for each rank: all of ``own``'s size, or only that of ``of_rank``."""
         if len(parts) != self._size_here:
-            raise ValueError(f"{name} with {len(parts)} tensors over {self._size_here} ranks: give one for each rank")
+            raise WrongCallError(f"{name} with {len(parts)} tensors over {self._size_here} ranks: give one for each rank")
         _require_dtype(name, [own, *parts])
         for rank, part in enumerate(parts):
             if part.numel() != own.numel() and of_rank in (None, rank):
-                raise ValueError(f"{name}: rank {rank}'s part has {part.numel()} elements, and this rank's tensor {own.numel()}")
+                raise WrongCallError(
+                    f"{name}: rank {rank}'s part has {part.numel()} elements, and this rank's tensor {own.numel()}"
+                )
 
     def _require_splits(self, side: str, tensor: Tensor, splits: Sequence[int]) -> None:
         rows = tensor.size(0) if tensor.dim() else 0
         if not splits:
             if rows % self._size_here:
-                raise ValueError(f"all_to_all_single: {rows} rows of the {side} cannot be divided by {self._size_here} ranks")
+                raise WrongCallError(f"all_to_all_single: {rows} rows of the {side} cannot be divided by {self._size_here} ranks")
         elif len(splits) != self._size_here or sum(splits) != rows or min(splits) < 0:
-            raise ValueError(
+            raise WrongCallError(
                 f"all_to_all_single: {side} splits {list(splits)} for {self._size_here} ranks and {rows} rows: give one for each "
                 "rank, which together are all rows"
             )
@@ -466,7 +470,7 @@ class _Call:
 
 def _require_layout(name: str, tensor: Tensor, *, sparse: bool = False) -> None:
     if tensor.layout is not torch.strided and not (sparse and tensor.layout is torch.sparse_coo):
-        raise TypeError(
+        raise UnsupportedError(
             f"{name} of a tensor with layout {tensor.layout}: the zmq backend supports dense tensors, and sums of sparse_coo"
         )
 
@@ -474,7 +478,7 @@ def _require_layout(name: str, tensor: Tensor, *, sparse: bool = False) -> None:
 def _require_dtype(name: str, tensors: Sequence[Tensor]) -> None:
     dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
     if len(dtypes) > 1:
-        raise TypeError(f"{name} of tensors of {' and '.join(map(str, dtypes))}: all must have one dtype")
+        raise UnsupportedError(f"{name} of tensors of {' and '.join(map(str, dtypes))}: all must have one dtype")
 
 
 def _in_detail() -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
 import threading
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from zmqtrain.c10d.descriptor import Descriptor, require_equal
 from zmqtrain.c10d.errors import MismatchError
@@ -26,14 +29,21 @@ from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.net.node import Node
 from zmqtrain.waiting import abandoned, first_error, in_time
 from zmqtrain.wire.dtypes import dtype_of_torch
+from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 
 T = TypeVar("T")
-#: Bytes in which a rank says what it calls, or why the ranks of its host refuse it.
-_CALL_BYTES = 1024
+#: The most bytes in which a rank says why the ranks of its host refuse a call.
+_REFUSAL_BYTES = 1024
+#: What ranks send each other for one operation travels with what they call, up to this many bytes: a message of its own costs more
+#: than the copy.
+TOGETHER_BYTES = 256 * 1024
+#: Before what a rank calls: the bytes that this takes.
+_LENGTH = struct.Struct("<H")
 _REFUSED = b"!"
 #: How long a message that does not fit waits for the reason, in seconds.
 COMPARE_S = 2.0
+_NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class NetworkThread:
@@ -121,14 +131,14 @@ class SeveralHosts:
             try:
                 require_equal(packed, [self._peers[rank] for rank in self._own], more=more)
             except MismatchError as error:  # ranks of other hosts wait for this one
-                self._begun = _REFUSED + str(error).encode()[: _CALL_BYTES - len(_REFUSED)]
-                self._call(_nothing(), "what the ranks of other hosts call")
+                self._begun = _REFUSED + str(error).encode()[:_REFUSAL_BYTES]
+                self._call(None, "what the ranks of other hosts call")
                 raise
 
         self._here.check(packed, check)
         self._here.barrier("what the ranks of this host call")
         if before:
-            self._call(_nothing(), "what the ranks of other hosts call")
+            self._call(None, "what the ranks of other hosts call")
 
     def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:
         tag = self._tag()
@@ -139,12 +149,13 @@ class SeveralHosts:
         parts = [result[start:stop] for start, stop in bounds(result.numel(), self._slices)]
         place = self._own.index(self._rank)
         if self._column is not None and parts[place].numel():
-            if combine is torch.add and dtype_of_torch(flat.dtype).kind in ("float", "int") and flat.element_size() > 1:
-                self._call(all_reduce(self._column, TensorPayload.of(parts[place]), tag), what)
+            summed = combine is torch.add and dtype_of_torch(flat.dtype).kind in ("float", "int") and flat.element_size() > 1
+            if summed and not self._small(parts[place], len(self._hosts)):
+                self._call(all_reduce(self._column, _payload(parts[place], parts[place].dtype), tag), what)
             else:
                 self._combine(parts[place], place, combine, tag, what)
         else:
-            self._call(_nothing(), what)
+            self._call(None, what)
         if alone:
             return
         # Ranks of a host beyond the number of slices have none.
@@ -153,7 +164,11 @@ class SeveralHosts:
         self._here.all_gather(gathered, gathered[place].clone(), what)
 
     def broadcast(self, flat: Tensor, root: int, what: str) -> None:
-        self._call(broadcast(self._all_ranks, TensorPayload.of(as_bytes(flat)), self._tag(), root=root), what)
+        if self._small(flat, len(self._peers)):
+            others = dict.fromkeys(range(len(self._peers)), flat) if root == self._rank else {}
+            self._exchange(others, {} if others else {root: flat}, self._tag(), what)
+            return
+        self._call(broadcast(self._all_ranks, _payload(flat), self._tag(), root=root), what)
 
     def all_gather(self, outputs: Sequence[Tensor], own: Tensor, what: str) -> None:
         self._exchange(dict.fromkeys(range(len(self._peers)), own), dict(enumerate(outputs)), self._tag(), what)
@@ -177,7 +192,8 @@ class SeveralHosts:
         self._exchange(dict(enumerate(parts)), dict(enumerate(outputs)), self._tag(), what)
 
     def barrier(self, what: str) -> None:
-        self._call(barrier(self._all_ranks, self._tag()), what)
+        # A rank says what it calls once all ranks of its host have called it, and hears so of at least one of each other host.
+        self._call(None if self._begun is not None else barrier(self._all_ranks, self._tag()), what)
 
     def send(self, to: int, tag: int, flat: Tensor, what: str) -> None:
         self._call(self._send(to, ("message", tag), flat), what)
@@ -205,11 +221,11 @@ class SeveralHosts:
                     flat.copy_(content)
                     return source
         if len(sources) == 1:
-            await self._node.receive(self._peers[sources[0]], ("message", tag), into=TensorPayload.of(flat))
+            await self._node.receive(self._peers[sources[0]], ("message", tag), into=_payload(flat))
             return sources[0]
         contents = {source: torch.empty_like(flat) for source in sources}
         waits = {
-            asyncio.create_task(self._node.receive(self._peers[each], ("message", tag), into=TensorPayload.of(content))): each
+            asyncio.create_task(self._node.receive(self._peers[each], ("message", tag), into=_payload(content))): each
             for each, content in contents.items()
         }
         try:
@@ -242,65 +258,105 @@ class SeveralHosts:
         sum_into([part], [sources[rank] for rank in counterparts], combine=combine)
 
     def _exchange(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: Tag, what: str) -> None:
-        """Send to some ranks, and receive from some."""
+        """Send to some ranks, and receive from some. What is small travels with what the ranks call, if nobody said it yet."""
         if self._rank in into:
             into[self._rank].copy_(out[self._rank])
-        self._call(self._exchange_others(out, into, tag), what)
+        together = () if self._begun is None else self._counterparts
+
+        def divided(tensors: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+            others = {rank: each for rank, each in tensors.items() if rank != self._rank}
+            small = {rank: each for rank, each in others.items() if rank in together and self._small(each)}
+            return small, {rank: each for rank, each in others.items() if rank not in small}
+
+        (small_out, large_out), (small_into, large_into) = divided(out), divided(into)
+        work = self._exchange_others(large_out, large_into, tag) if large_out or large_into else None
+        self._call(work, what, small_out, small_into)
+
+    def _small(self, tensor: Tensor, copies: int = 1) -> bool:
+        return tensor.numel() * tensor.element_size() * (copies - 1 or 1) <= TOGETHER_BYTES
 
     async def _exchange_others(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: Tag) -> None:
         async with asyncio.TaskGroup() as tasks:
             for rank, tensor in out.items():
-                if rank != self._rank:
-                    tasks.create_task(self._send(rank, tag, tensor))
+                tasks.create_task(self._send(rank, tag, tensor))
             for rank, tensor in into.items():
-                if rank != self._rank:
-                    payload = TensorPayload.of(as_bytes(tensor))
-                    tasks.create_task(self._node.receive(self._peers[rank], tag, into=payload))
+                tasks.create_task(self._node.receive(self._peers[rank], tag, into=_payload(tensor)))
 
     async def _send(self, to: int, tag: Tag, tensor: Tensor) -> None:
-        sent = await self._node.send(self._peers[to], tag, TensorPayload.of(as_bytes(tensor)))
+        sent = await self._node.send(self._peers[to], tag, _payload(tensor))
         await sent.wait_released()
 
     def _tag(self) -> Tag:
         """One per operation, the same on all ranks: all ranks take one, even those that have nothing to send."""
         return ("operation", next(self._count))
 
-    def _call(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        async def limited() -> T:
-            async with in_time("a rank of another host", what, self._timeout_s, self._setting), asyncio.TaskGroup() as tasks:
-                compared = None if begun is None else tasks.create_task(self._compare(begun))
+    def _call(
+        self,
+        work: Coroutine[Any, Any, None] | None,
+        what: str,
+        out: Mapping[int, Tensor] = _NOTHING,
+        into: Mapping[int, Tensor] = _NOTHING,
+    ) -> None:
+        """Await ``work``, and compare what the ranks call if that has not been done; ``out`` and ``into`` travel with it."""
+
+        async def limited() -> None:
+            async with in_time("a rank of another host", what, self._timeout_s, self._setting):
+                if begun is None:
+                    if work is not None:
+                        await work
+                elif work is None:
+                    await self._compare(begun, out, into)
+                else:
+                    await both(begun, work)
+
+        async def both(begun: bytes, work: Coroutine[Any, Any, None]) -> None:
+            async with asyncio.TaskGroup() as tasks:
+                compared = tasks.create_task(self._compare(begun, out, into))
                 try:
-                    return await work
+                    await work
                 except (ExceptionGroup, ProtocolError, ValueError):
-                    if compared is not None:  # what the ranks call says more than the message that did not fit
-                        await asyncio.wait([compared], timeout=COMPARE_S)
+                    # What the ranks call says more than the message that did not fit.
+                    await asyncio.wait([compared], timeout=COMPARE_S)
                     raise
 
         begun, self._begun = self._begun, None
         try:
-            return self._network.call(limited())
+            self._network.call(limited())
         except (BaseExceptionGroup, TimeoutError, PeerLostError) as error:
             raise self._told(first_error(error), what) from None
 
-    async def _compare(self, begun: bytes) -> None:
-        """Raise `MismatchError` if the ranks of other hosts have begun another operation."""
+    async def _compare(self, begun: bytes, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
+        """Raise `MismatchError` if the ranks of other hosts have begun another operation; exchange the tensors with them."""
         if not self._counterparts:
             return
         tag = ("call", next(self._calls))
-        own = torch.frombuffer(bytearray(begun.ljust(_CALL_BYTES, b"\0")), dtype=torch.uint8)
-        theirs = {rank: torch.empty(_CALL_BYTES, dtype=torch.uint8) for rank in self._counterparts}
-        await self._exchange_others(dict.fromkeys(self._counterparts, own), theirs, tag)
-        found = {rank: bytes(content.numpy()) for rank, content in theirs.items()}
+        messages: dict[int, Tensor] = {}  # by the tensor, which may go to several
+        for rank in self._counterparts:
+            tensor = out.get(rank)
+            if id(tensor) not in messages:
+                messages[id(tensor)] = _with_call(begun, tensor)
+            # It is a copy, so nobody waits until it has arrived.
+            await self._node.send(self._peers[rank], tag, TensorPayload.of(messages[id(tensor)]))
+        found: dict[int, bytes] = {}
+        contents: dict[int, Tensor] = {}
+        for rank in self._counterparts:
+            received = await self._node.receive(self._peers[rank], tag)
+            found[rank], contents[rank] = _call_of(self._peers[rank], received)
         if begun.startswith(_REFUSED):
             return  # this rank has its error
         for rank, content in found.items():
             if content.startswith(_REFUSED):
-                text = content.removeprefix(_REFUSED).rstrip(b"\0").decode(errors="replace")
+                text = content.removeprefix(_REFUSED).decode(errors="replace")
                 raise MismatchError(f"{text} (seen by {self._peers[rank]})")
         found[self._rank] = begun
         ranks = sorted(found, key=lambda rank: next(place for place, of_host in enumerate(self._hosts) if rank in of_host))
-        packed = [found[rank][: len(begun)] for rank in ranks]  # those of the first host come first, on all ranks
+        packed = [found[rank] for rank in ranks]  # those of the first host come first, on all ranks
         require_equal(packed, [self._peers[rank] for rank in ranks], more=self._more)
+        for rank, came in contents.items():
+            expected = as_bytes(into[rank]) if rank in into else came[:0]
+            if came.numel() != expected.numel():
+                raise ProtocolError(f"{self._peers[rank]} sent {came.numel()} bytes, but {expected.numel()} were expected")
+            expected.copy_(came)
 
     def _told(self, error: BaseException, what: str) -> BaseException:
         """The error in terms of the process group."""
@@ -312,8 +368,31 @@ class SeveralHosts:
         return error
 
 
-async def _nothing() -> None:
-    """Only the comparison of calls goes over the network."""
+def _payload(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> TensorPayload:
+    """A tensor's memory, as a payload of elements of this type.
+
+    After an array of numpy was made of it, a storage cannot be resized, as FSDP does with what it has gathered. So the payload is
+    of another storage with the same memory.
+    """
+    content = as_bytes(tensor)
+    return TensorPayload.of((from_dlpack(content) if content.numel() else content).view(dtype))
+
+
+def _with_call(call: bytes, tensor: Tensor | None) -> Tensor:
+    """What a rank calls, and a tensor's bytes behind it, as one message."""
+    head = torch.frombuffer(bytearray(_LENGTH.pack(len(call)) + call), dtype=torch.uint8)
+    return head if tensor is None else torch.cat((head, as_bytes(tensor)))
+
+
+def _call_of(peer: PeerId, received: Payload) -> tuple[bytes, Tensor]:
+    """What a rank calls, and the bytes behind it. Raises `ProtocolError`."""
+    if not isinstance(received, TensorPayload) or received.dtype != "uint8" or received.nbytes < _LENGTH.size:
+        raise ProtocolError(f"{peer} did not say what it calls")
+    message = received.tensor.view(-1)
+    stop = _LENGTH.size + _LENGTH.unpack(bytes(message[: _LENGTH.size].numpy()))[0]
+    if stop > message.numel():
+        raise ProtocolError(f"{peer} said only a part of what it calls")
+    return bytes(message[_LENGTH.size : stop].numpy()), message[stop:]
 
 
 def _counterparts(hosts: Sequence[Sequence[int]], rank: int) -> list[int]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zmqtrain.c10d.errors import WrongCallError
+
 
 def add_sparse(tensor: Tensor, size: int, gather: Callable[[Tensor, Sequence[int]], list[Tensor]]) -> None:
     """``tensor`` (sparse_coo) becomes the coalesced sum of all ranks' ones, in the order of the ranks.
@@ -23,7 +25,7 @@ def add_sparse(tensor: Tensor, size: int, gather: Callable[[Tensor, Sequence[int
     heads = gather(torch.tensor(head), lengths)
     if any(not torch.equal(each, heads[0]) for each in heads):
         shapes = [tuple(each[2:].tolist()) for each in heads]
-        raise ValueError(f"a sum of sparse tensors of different shapes, or with different sparse dimensions: {shapes}")
+        raise WrongCallError(f"a sum of sparse tensors of different shapes, or with different sparse dimensions: {shapes}")
     counts = [int(each) for each in torch.cat(gather(torch.tensor([indices.shape[1]]), [1] * size))]
     each_index, each_value = own.sparse_dim(), int(values[0].numel()) if len(values) else _numel(own.shape[own.sparse_dim() :])
     all_indices = gather(indices.contiguous().view(-1), [each_index * count for count in counts])

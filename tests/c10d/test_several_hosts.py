@@ -1,0 +1,105 @@
+"""What ranks of several hosts send each other for one operation: as few messages as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.c10d.test_process_group import content, groups_of, options
+from zmqtrain.arena import shared_memory_missing
+from zmqtrain.c10d import ZmqProcessGroup
+from zmqtrain.c10d.several_hosts import TOGETHER_BYTES, SeveralHosts
+
+pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
+
+
+def messages(group: ZmqProcessGroup) -> int:
+    transport = group._transport
+    assert isinstance(transport, SeveralHosts)
+    return transport._node.statistics()["messages_received"]
+
+
+def broadcast(group: ZmqProcessGroup) -> None:
+    tensor = torch.full((50,), float(group.rank()))
+    group.broadcast([tensor], options(dist.BroadcastOptions, rootRank=1)).wait()
+    assert torch.equal(tensor, torch.ones(50))
+
+
+def all_reduce(group: ZmqProcessGroup) -> None:
+    tensor = content(group.rank(), 5000)
+    group.allreduce([tensor]).wait()
+    assert torch.equal(tensor, sum(content(rank, 5000) for rank in range(group.size())))
+
+
+def all_gather(group: ZmqProcessGroup) -> None:
+    parts = [torch.empty(50) for _ in range(group.size())]
+    group.allgather([parts], [content(group.rank(), 50)]).wait()
+    assert all(torch.equal(part, content(rank, 50)) for rank, part in enumerate(parts))
+
+
+def barrier(group: ZmqProcessGroup) -> None:
+    group.barrier().wait()
+
+
+@pytest.mark.parametrize("call", [broadcast, all_reduce, all_gather, barrier])
+@pytest.mark.parametrize("hosts", ["ab", "abc"])
+def test_a_small_operation_is_one_message_to_each_other_host(hosts: str, call: Callable[[ZmqProcessGroup], None]) -> None:
+    groups = groups_of(len(hosts), hosts=hosts)
+
+    def received(group: ZmqProcessGroup) -> int:
+        before = messages(group)
+        for _ in range(5):
+            call(group)
+        return messages(group) - before
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        # A rank may have what another has sent for an operation that it has not begun, but not before it was counted here.
+        assert sum(pool.map(received, groups)) <= 5 * len(hosts) * (len(hosts) - 1)
+    for group in groups:
+        group.shutdown()
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab", "abc", "aabb"])
+def test_sizes_about_the_most_that_travels_together(hosts: str) -> None:
+    groups, most = groups_of(len(hosts), hosts=hosts), TOGETHER_BYTES // 8
+
+    def work(group: ZmqProcessGroup) -> None:
+        rank, size = group.rank(), group.size()
+        for numel in (most - 1, most, most + 1, 2 * most + 1):
+            found: Any = content(rank, numel, torch.float64)
+            group.allreduce([found]).wait()
+            assert torch.equal(found, sum(content(other, numel, torch.float64) for other in range(size)))
+            group.broadcast([found.add_(rank)]).wait()
+            assert torch.equal(found, sum(content(other, numel, torch.float64) for other in range(size)))
+            parts = [torch.empty(numel, dtype=torch.float64) for _ in range(size)]
+            group.allgather([parts], [content(rank, numel, torch.float64)]).wait()
+            assert all(torch.equal(part, content(other, numel, torch.float64)) for other, part in enumerate(parts))
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        list(pool.map(work, groups))
+    for group in groups:
+        group.shutdown()
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab"])
+def test_a_program_may_resize_the_storage_of_what_was_received_and_sent(hosts: str) -> None:
+    groups = groups_of(len(hosts), hosts=hosts)
+
+    def work(group: ZmqProcessGroup) -> None:
+        for numel in (3, TOGETHER_BYTES):
+            own, whole = content(group.rank(), numel), torch.empty(group.size() * numel)
+            group._allgather_base(whole, own).wait()
+            group.allreduce([own]).wait()
+            group.broadcast([own]).wait()
+            for each in (own, whole):  # as FSDP frees what it has gathered
+                each.untyped_storage().resize_(0)
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        list(pool.map(work, groups))
+    for group in groups:
+        group.shutdown()
