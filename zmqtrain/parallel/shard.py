@@ -58,11 +58,13 @@ class Shard:
         """A row's part of the whole tensor, in memory of its own. Raises `UsageError` if it is the tensor of another layer."""
         if tuple(whole.shape) != self.shape:
             raise UsageError(f"layer {self.layer}: a tensor of shape {tuple(whole.shape)} where the whole one has {self.shape}")
+        whole = whole.detach()
         if self.dimension is None:
-            return whole.detach().clone()
-        return torch.cat(
-            [whole.detach().narrow(self.dimension, start, stop - start) for start, stop in self.pieces[row]], self.dimension
-        )
+            return whole.clone()
+        parts = [whole.narrow(self.dimension, start, stop - start) for start, stop in self.pieces[row]]
+        if len(parts) == 1:  # of tensors without content torch puts parts together in Python, and imports its compiler for it
+            return parts[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(parts, self.dimension)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor of all rows' parts."""
