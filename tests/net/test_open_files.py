@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import resource
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
+import zmq
 
 from zmqtrain.errors import HostLimitError
 from zmqtrain.net import open_files
@@ -79,3 +81,29 @@ async def test_a_process_without_files_says_so_and_connects_once_it_has_some(
             assert "a cannot connect to b" in caplog.text
             assert "as many files open as it may" in caplog.text
         assert (await asked).meta == 7
+
+
+async def test_a_socket_that_cannot_connect_for_want_of_files_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its monitor is closed before it, as ZeroMQ wants it."""
+
+    async def echo(caller: str, value: Value) -> Value:
+        return value
+
+    left = [3]
+    connect = zmq.Socket.connect
+
+    def failing(self: zmq.Socket[bytes], address: str) -> object:
+        if address.startswith("tcp://") and left[0]:
+            left[0] -= 1
+            raise zmq.ZMQError(errno.EMFILE)
+        return connect(self, address)
+
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: errors.append(context))
+    async with open_endpoint("a", token="t") as a, open_endpoint("b", token="t") as b:
+        b.serve("echo", echo)
+        monkeypatch.setattr(zmq.Socket, "connect", failing)
+        a.add_peer("b", b.address)
+        async with asyncio.timeout(60):
+            assert (await a.request("b", "echo", 7, timeout=60)).meta == 7
+    assert (left, errors) == ([0], [])

@@ -243,9 +243,10 @@ class ZeroMQTransport:
                 raise OSError(error.errno, f"cannot listen on {host}:{port or 'any port'}: {error}") from error
 
     def _dealer(
-        self, lane: int, route: bytes, address: str, watch: Callable[[zmq.Socket[bytes]], None] | None = None
+        self, lane: int, route: bytes, address: str, watch: Callable[[zmq.Socket[bytes]], CallMonitor] | None = None
     ) -> zmq.Socket[bytes]:
         dealer = self._socket(zmq.DEALER)
+        monitor: CallMonitor | None = None
         try:
             heartbeat_ms = self._heartbeat_ms
             # A connection that is silently dead (a cable, a host that lost power) is noticed only by missing answers.
@@ -270,9 +271,11 @@ class ZeroMQTransport:
             # IMMEDIATE stays off: greetings may queue while the connection is being made, and sequence numbers sort out what a
             # reconnect repeats.
             if watch is not None:
-                watch(dealer)
+                monitor = watch(dealer)
             dealer.connect(split_address(address)[lane])
         except BaseException as error:
+            if monitor is not None:
+                monitor.close()
             dealer.close(linger=0)
             if isinstance(error, zmq.ZMQError) and (limit := explained(error)) is not None:
                 raise limit from error
@@ -348,7 +351,7 @@ class _Wire:
     def _open(self, lane: int) -> None:
         transport = self._transport
 
-        def watch(dealer: zmq.Socket[bytes]) -> None:
+        def watch(dealer: zmq.Socket[bytes]) -> CallMonitor:
             self._monitors[lane] = CallMonitor(
                 transport._loop,
                 dealer,
@@ -356,13 +359,14 @@ class _Wire:
                 changed=lambda up: self._changed(lane, up),
                 failed=lambda trouble, over: self._failed(lane, trouble, over),
             )
+            return self._monitors[lane]
 
         # A lane that is being opened for the first time does not make the link count as down.
         self._up.setdefault(lane, lane == BULK)
         try:
             self._dealers[lane] = transport._dealer(lane, self._route, self._address, watch)
         except HostLimitError:
-            self._drop(lane, 0)
+            self._monitors.pop(lane, None)  # which was closed before its socket was
             # Soon, not now: the peer may be known only once this has returned.
             transport._loop.call_soon(self._failed, lane, Trouble.FILES, True)
 
