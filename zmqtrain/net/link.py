@@ -33,9 +33,6 @@ from zmqtrain.net.shared import SharedBodies
 from zmqtrain.wire.message import PHANTOM, Header, encode_header
 
 LANES = (CONTROL, BULK)
-#: An acknowledgement goes with a piece that is sent anyway, if there are at most so many bytes before the end of it: about as long
-#: as it would wait for others at 1 Gbit/s.
-BESIDE_BYTES = 64 * 1024
 
 ACK = "ack"
 PROBE = "probe"
@@ -68,7 +65,6 @@ class Link:
         "ack_due",
         "ack_urgent",
         "allowances",
-        "announcements",
         "ending",
         "handshake",
         "mailbox",
@@ -113,8 +109,6 @@ class Link:
         self.ack_due = False
         """Whether the peer should soon be told how far its pieces have arrived, or what it may send."""
         self.ack_urgent = False
-        self.announcements = 0
-        """How often the peer was told so."""
         self._shared = shared
         self._lent: dict[tuple[int, int], Block] = {}  # lane and sequence -> memory of the piece
         self._notices: list[tuple[int, Header]] = []
@@ -228,10 +222,7 @@ class Link:
             return None
         beyond = message.beyond
         lasting = message.lasting and self._shares and self._shared is not None and self._shared.holds(message.body)
-        acks: tuple[int, ...] = ()
-        if self.ack_due and (lane == CONTROL or sending.inflight_bytes + message.left <= BESIDE_BYTES):
-            acks = self._state()
-        header, body, size = self.outbox.cut(message, sending.next_sequence, whole=lasting, acks=acks)
+        header, body, size = self.outbox.cut(message, sending.next_sequence, whole=lasting)
         lent = None
         if body is not None and self._shared is not None and self._shares:
             lent = self._shared.lend(body)
@@ -280,15 +271,11 @@ class Link:
 
     def _announce(self) -> None:
         """Tell how far the peer's pieces have arrived here, and up to where it may send, on each lane."""
-        self._notices.append((CONTROL, Header(ACK, acks=self._state())))
-
-    def _state(self) -> tuple[int, int, int, int]:
-        """What is announced, to be sent at once."""
         self.ack_due = self.ack_urgent = False
-        self.announcements += 1
         self._unannounced_bytes = self._unannounced_pieces = 0
         (control, bulk), (small, large) = self.receiving, self.windows
-        return control.expected, small.announce(), bulk.expected, large.announce()
+        state = (control.expected, small.announce(), bulk.expected, large.announce())
+        self._notices.append((CONTROL, Header(ACK, acks=state)))
 
     @property
     def idle(self) -> bool:
@@ -318,8 +305,6 @@ class Link:
         flags = header.flags
         if flags:
             check_flags(header.kind, flags)
-        if header.acks or header.kind == ACK:
-            self._told(header.acks, now)
         if header.kind in _UNNUMBERED:
             return self._noticed(lane, header, now)
         if flags & SHARED:
@@ -396,6 +381,8 @@ class Link:
                 raise WireError(f"there is no lane {header.meta!r:.60}")
             self._acknowledge(header.meta, header.sequence, now)
             self.sending[header.meta].resume(header.sequence)
+        elif header.kind == ACK:
+            self._told(header.acks, now)
         elif header.kind == BYE:
             return endings.left(self.peer) if header.meta is True else endings.lost(self.peer, "it has closed its endpoint")
         return None

@@ -89,11 +89,6 @@ class Outgoing:
         self.on_released: Callable[[], None] | None = None
 
     @property
-    def left(self) -> int:
-        """The bytes that were not passed on yet."""
-        return self.header.nbytes - self.offset
-
-    @property
     def finished(self) -> bool:
         """Whether every piece was passed on."""
         return self.started and self.offset == self.header.nbytes
@@ -209,12 +204,9 @@ class Outbox:
                 return other
         return best
 
-    def cut(
-        self, message: Outgoing, sequence: int, *, whole: bool = False, acks: tuple[int, ...] = ()
-    ) -> tuple[Header, memoryview | None, int]:
-        """Take the next piece of a message that `next` returned: its header, its bytes and its size.
-
-        ``whole``: all that is left. ``acks``: an acknowledgement that goes with it."""
+    def cut(self, message: Outgoing, sequence: int, *, whole: bool = False) -> tuple[Header, memoryview | None, int]:
+        """Take the next piece of a message that `next` returned: its header, its bytes and its size. ``whole``: all that is
+        left."""
         header = message.header
         left = header.nbytes - message.offset
         size = left if whole else min(self.chunk_bytes, left)
@@ -228,10 +220,10 @@ class Outbox:
         if message.offset == 0 and kind != CHUNK:
             # Not by `_replace`, which takes as long as all the rest.
             tag, dtype, shape = header.tag, header.dtype, header.shape
-            piece = Header(kind, tag, sequence, message.number, dtype, shape, 0, header.nbytes, flags, acks, header.meta)
+            piece = Header(kind, tag, sequence, message.number, dtype, shape, 0, header.nbytes, flags, meta=header.meta)
         else:
             meta = size if header.kind == PHANTOM else None
-            piece = Header(kind, (), sequence, message.number, "", (), message.offset, header.nbytes, flags, acks, meta)
+            piece = Header(kind, (), sequence, message.number, "", (), message.offset, header.nbytes, flags, meta=meta)
         body = message.body[message.offset : message.offset + size] if message.body is not _NO_BODY and len(message.body) else None
         message.offset += size
         message.outstanding += 1

@@ -64,7 +64,7 @@ class Switchboard:
         self._sent: Counter[PeerId] = Counter()  # bytes, by peer
         self._received: Counter[PeerId] = Counter()
         self._dirty: dict[Link, None] = {}
-        self._owing: dict[Link, int] = {}  # acknowledgements, after as many of them
+        self._owing: dict[Link, None] = {}  # acknowledgements
         self._flush_handle: asyncio.Handle | None = None
         self._ack_handle: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -138,7 +138,7 @@ class Switchboard:
     def touch(self, link: Link) -> None:
         """There may be something to send to the peer, or something may have arrived there."""
         if link.ack_due:
-            self._owing.setdefault(link, link.announcements)
+            self._owing[link] = None
         if link.quiet and not link.ack_urgent and not self._flushed.awaited:
             # Of all messages that arrive, half are acknowledgements, and most others need nothing else: a callback for each of them
             # would be work for nothing.
@@ -490,13 +490,8 @@ class Switchboard:
         # In the order of the links, not of what has arrived: in a simulation the first of several messages that came at one time
         # should not decide whose acknowledgement goes first.
         for link in sorted(owing, key=lambda link: link.number) if len(owing) > 1 else owing:
-            if link.state is not State.OPEN or not link.ack_due:
-                continue
-            if link.announcements == owing[link]:
+            if link.state is State.OPEN and link.ack_due:
                 self._send_notices(link)
-            else:  # one has gone with a message since, and this one may, too
-                self._owing[link] = link.announcements
-                self._acknowledge_soon()
 
     def _send_notices(self, link: Link) -> None:
         for lane, header in link.take_notices():

@@ -33,7 +33,7 @@ from zmqtrain.wire.tensor import Buffer, TensorPayload
 from zmqtrain.wire.value import ValuePayload
 
 MAGIC: Final = "zmqt"
-WIRE_VERSION: Final = 5
+WIRE_VERSION: Final = 4
 
 TENSOR: Final = "tensor"
 PHANTOM: Final = "phantom"
