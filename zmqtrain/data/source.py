@@ -79,9 +79,8 @@ class Source:
                 f"{self.name}"
             )
         if self.order in ("shuffled", "sampler") and shuffle == "none":
-            raise UsageError(
-                f'[data] shuffle = "none", but {self.name} is a DataLoader that shuffles: remove one of the two settings'
-            )
+            how = "shuffles" if self.order == "shuffled" else "has a sampler"
+            raise UsageError(f'[data] shuffle = "none", but {self.name} is a DataLoader that {how}: remove one of the two settings')
         if self.stream and shuffle == "ring":
             raise UsageError(
                 f'[data] shuffle = "ring" needs a known number of samples, but {self.name} is a stream: remove the setting'

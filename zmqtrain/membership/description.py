@@ -32,7 +32,8 @@ class RunDescription:
     """For how many seconds the members train on without a coordinator; 0: they end with it."""
 
     def __post_init__(self) -> None:
-        if self.topology.undecided:
+        if self.topology.undecided and (self.topology.job.task is not None or self.topology.compute.device == "modelled"):
+            # A session says in its own words why a script cannot leave anything open.
             raise UsageError(
                 'a run needs a job in which all is decided: name a grid in place of grid = "auto", a way in place of compression = '
                 '"auto", and the layers of the [parallel] plan (the commands launch and simulate decide these themselves)'

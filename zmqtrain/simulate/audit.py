@@ -131,9 +131,12 @@ class Auditor:
         elif what == "model":
             self._ledger.ended(peer, cast(Any, values["values"]), cast(Sequence[str], values["members"]))
         elif what in ("left", "dropped", "rests"):
-            self._gone.add((peer, int(cast(int, values["group"]))))
+            gone = peer, int(cast(int, values["group"]))
+            self._gone.add(gone)
             if what == "rests":
-                self._resting.add((peer, int(cast(int, values["group"]))))
+                self._resting.add(gone)
+            else:  # what it has pushed before still counts, and does not bring it back
+                self._resting.discard(gone)
         elif what == "entered":
             self._hear_entered(peer, int(cast(int, values["group"])), int(cast(int, values["step"])))
         elif what == "values":

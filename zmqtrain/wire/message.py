@@ -70,8 +70,7 @@ class Header(NamedTuple):
     nbytes: int = 0
     #: Bits that only the link understands (`zmqtrain.net.flags`); 0 for whole messages.
     flags: int = 0
-    #: An acknowledgement, alone or beside a piece: what its sender has received and may be sent, in numbers that only the link
-    #: understands.
+    #: In an acknowledgement: what its sender has received and may be sent, in numbers that only the link understands.
     acks: tuple[int, ...] = ()
     meta: Value = None
     version: int = WIRE_VERSION
