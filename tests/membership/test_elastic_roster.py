@@ -44,6 +44,7 @@ def test_a_killed_worker_is_no_failure_and_all_are_told() -> None:
         table.exited(worker, 0)
     assert table.outcome is not None
     assert table.outcome.status == "done"
+    assert not table.roster.agents_here(late=True)
     assert table.outcome.losses == ("worker/1 on h0 was killed by SIGKILL",)
 
 
@@ -319,6 +320,9 @@ def test_one_that_may_come_later_is_not_waited_for_and_comes_with_its_agent() ->
     for worker in everybody(table):
         table.leave(worker)
     assert table.roster.state is State.FINISHING
+    assert table.roster.agents_here(late=True), "the coordinator must not end before its last call is answered"
+    table.leave("agent/joined-1")
+    assert not table.roster.agents_here(late=True)
 
 
 def test_one_that_never_comes_is_not_missed_at_the_end() -> None:

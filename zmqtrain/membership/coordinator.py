@@ -163,8 +163,7 @@ class Coordinator:
                     if self._superseded.is_set():
                         raise SupersededError
                     self._do(self._roster.tick(self._now()))
-                if self._journal is not None:
-                    await self._let_agents_leave()
+                await self._let_agents_leave()
                 await self._drain()
                 self._group = None
                 for pusher in self._pushers.values():
@@ -179,9 +178,11 @@ class Coordinator:
         return self.outcome
 
     async def _let_agents_leave(self) -> None:
-        """Agents that are out of touch come back, and learn that the run has ended."""
+        """Agents that are out of touch come back, and learn that the run has ended. If they end with their coordinator instead,
+        only those are waited for that the launcher has not started."""
+        late = self._journal is None
         deadline = self._now() + self._timeouts.silent_s
-        while self._roster.agents_here() and self._now() < deadline and not self._superseded.is_set():
+        while self._roster.agents_here(late=late) and self._now() < deadline and not self._superseded.is_set():
             await self._wait_for_change(deadline)
 
     async def _wait_for_change(self, deadline: float | None) -> None:

@@ -160,9 +160,10 @@ class Roster:
             return None
         return Outcome.of(self._end_reason if self.failures else None, self.failures, self.halt_reason, self._losses)
 
-    def agents_here(self) -> bool:
-        """Whether an agent has not left yet."""
-        return any(agent.here for agent in self._members.agents.values())
+    def agents_here(self, *, late: bool = False) -> bool:
+        """Whether an agent has not left yet. ``late``: one of those that have come once the run had begun."""
+        hosts = self._members.spare_hosts if late else self._members.agents
+        return any(self._members.agents[host].here for host in hosts if host in self._members.agents)
 
     def met(self) -> list[Action]:
         """The members that another roster had welcomed: their addresses."""

@@ -107,6 +107,8 @@ class MemberTable:
             self.add(member)
         for member in spare:
             self.add(member, Presence.ABSENT, exited=True)
+        self.spare_hosts = frozenset(entry.member.host for entry in self if entry.presence is Presence.ABSENT)
+        """Hosts that may come once the run has begun."""
         self.agents = {entry.member.host: entry for entry in self if entry.member.kind == "agent"}
         """Agents by host."""
         self._roles: dict[str, list[Entry]] = {}
