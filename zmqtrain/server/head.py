@@ -34,13 +34,19 @@ class HeadGate:
     def __init__(self, replication: Replication) -> None:
         self._replication = replication
         self._changed = asyncio.Event()
+        self._open = False
 
     def ticket(self) -> int:
         return self._replication.last
 
     async def passed(self, ticket: int) -> None:
-        while not self._replication.is_out(ticket):
+        while not (self._open or self._replication.is_out(ticket)):
             await self._changed.wait()
+
+    def open(self) -> None:
+        """Everything may pass from now on."""
+        self._open = True
+        self.look()
 
     def look(self) -> None:
         """The replication has changed."""
@@ -117,6 +123,10 @@ class Head:
             self._asked -= 1
         if self.ended:
             self._on_end()
+
+    def need_no_backup(self) -> None:
+        """All workers have left, so nobody will need a backup, which may have ended before it acknowledged the last operations."""
+        self._gate.open()
 
     async def told(self) -> None:
         """Wait until everything so far may be told."""

@@ -139,10 +139,11 @@ class ReplicatedServer:
         report([head.copy.shard for head in self._heads.values()], self._recorder)
 
     async def _finish(self) -> None:
-        """Once all workers have left: nobody needs a copy that is still being made."""
+        """Once all workers have left: nobody needs a copy that is still being made, or the end of one whose server has ended."""
         await self._membership.finished.wait()
-        if self._holds and not self._done.done() and all(head.ended for head in self._heads.values()):
-            self._done.set_result(None)
+        for head in self._heads.values():
+            head.need_no_backup()
+        self._maybe_end()
 
     def halt(self, reason: Mapping[str, Any]) -> None:
         """The run must stop."""
@@ -314,9 +315,10 @@ class ReplicatedServer:
         heads = self._heads.values()
         followed = [follower.copy for follower in self._followers.values() if follower.copy is not None]
         copies = [*(head.copy for head in heads), *followed]
-        if self._done.done() or not self._holds or not copies:
+        finished = self._membership.finished.is_set()
+        if self._done.done() or not self._holds or not (copies or finished):
             return
-        if all(head.ended for head in heads) and all(copy.lives.ended for copy in followed):
+        if all(head.ended for head in heads) and (finished or all(copy.lives.ended for copy in followed)):
             self._done.set_result(None)
         elif self._halted is not None and all(copy.lives.all_gone for copy in copies):
             self._done.set_exception(self._halted)
