@@ -248,3 +248,44 @@ def test_a_piece_that_nobody_has_pushed_counts_from_where_its_groups_have_entere
     assert auditor._broken == []
     applied(1, 2, 1, 3)
     assert "3 steps ahead in piece 1" in auditor._broken[0]
+
+
+def test_one_that_has_come_again_may_have_nothing_to_train_at_first() -> None:
+    """The auditor's own rule: group 1 was lost in step 1, has come again with step 3, and takes its first batch in step 4."""
+    loaded = topology('"async"')
+    auditor = Auditor(loaded, place(loaded), clock=lambda: 0.0)
+
+    def applied(version: int, step: int) -> None:
+        auditor.hear("server/0", "applied", {"piece": 0, "version": version, "reads": [(1, step, 0)], "skipped": ()})
+
+    for step in (0, 1, 4):
+        auditor.hear("worker/1", "takes", {"step": step, "slot": 3 * step + 1})
+    applied(1, 0)
+    auditor.hear("server/0", "dropped", {"group": 1})
+    auditor.hear("server/0", "entered", {"group": 1, "step": 3})
+    applied(2, 4)
+    assert auditor._broken == []
+    for step in (5, 6):
+        auditor.hear("worker/1", "takes", {"step": step, "slot": 3 * step + 1})
+    applied(3, 6)
+    assert "after only 5 of its steps" in auditor._broken[0]
+
+
+def test_what_a_lost_one_has_pushed_does_not_bring_it_back() -> None:
+    """The auditor's own rule: group 2 has come again and is lost once more before its first step is applied."""
+    loaded = topology('"sync"')
+    auditor = Auditor(loaded, place(loaded), clock=lambda: 0.0)
+
+    def applied(version: int, *reads: tuple[int, int]) -> None:
+        told = {"piece": 0, "version": version, "reads": [(*read, 0) for read in reads], "skipped": ()}
+        auditor.hear("server/0", "applied", told)
+
+    for step in range(3):
+        for group in range(3):
+            auditor.hear(f"worker/{group}", "takes", {"step": step, "slot": 3 * step + group})
+    applied(1, (0, 0), (1, 0), (2, 0))
+    for what in ("dropped", "entered", "dropped"):
+        auditor.hear("server/0", what, {"group": 2, "step": 1})
+    applied(2, (0, 1), (1, 1), (2, 1))
+    applied(3, (0, 2), (1, 2))
+    assert auditor._broken == []

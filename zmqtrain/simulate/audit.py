@@ -198,7 +198,8 @@ class Auditor:
             if key in self._applied:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} twice")
             self._applied.add(key)
-            if (server, int(group), int(step)) in self._entries or self._had_no_part(int(group), counts[group], int(step)):
+            since = max(counts[group], self._entered.get((server, int(group)), 0))  # what it took before it was lost is others'
+            if (server, int(group), int(step)) in self._entries or self._had_no_part(int(group), since, int(step)):
                 counts[group] = step
             if step != counts[group]:
                 self.note(f"{server} applied step {step} of group {group} to piece {piece} after only {counts[group]} of its steps")
