@@ -332,7 +332,8 @@ def test_others_join_a_run_that_trains(every: int) -> None:
 
 
 def test_others_join_at_any_moment() -> None:
-    for seed in range(3):
+    """With another batch for as many workers in one of them: its model is that of a replay."""
+    for seed in (0, 2, 3):
         shape = allreduce(epochs=1, job="max_workers = 6" + seed % 2 * '\non_resize = "sqrt"')
         found = list(explore(shape, [seed], faults="random"))
         assert [each.broken for each in found if each.broken] == []

@@ -190,8 +190,11 @@ def gradient_factor(topology: Topology) -> int:
 
 
 def exact(topology: Topology) -> bool:
-    """Whether `expected_parameters` is known: no clipping, and no compression that rounds the groups' gradients."""
+    """Whether `expected_parameters` is known: no clipping, no compression that rounds the groups' gradients, and no steps whose
+    number of samples follows that of the workers."""
     exchange = topology.exchange
+    if topology.job.on_resize != "keep":
+        return False
     if (exchange.kind == "gossip" and not exchange.gossip.balanced) or (
         exchange.kind == "averaging" and exchange.averaging != type(exchange.averaging)()
     ):
