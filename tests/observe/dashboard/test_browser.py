@@ -29,7 +29,8 @@ const [condition, done] = arguments, began = performance.now();
 const holds = new Function(`return ${condition}`);
 (function look() {
   let found = false;
-  try { found = holds() && !page.drawing; } catch (error) { if (!(error instanceof TypeError)) throw error; }
+  // While the page begins, its names and values may not be there yet.
+  try { found = holds() && !page.drawing; } catch (error) { if (error instanceof SyntaxError) throw error; }
   if (found || performance.now() - began > 1e5) done(found);
   else setTimeout(look, 20);
 })();
