@@ -14,7 +14,7 @@ pytestmark = pytest.mark.virtual_time
 
 async def test_it_waits_for_the_backup() -> None:
     replication = joined()
-    gate = HeadGate(replication)
+    gate = HeadGate(replication, asyncio.Event())
     number = replication.log()
     waiting = asyncio.ensure_future(gate.passed(gate.ticket()))
     await asyncio.sleep(1)
@@ -27,11 +27,13 @@ async def test_it_waits_for_the_backup() -> None:
 async def test_a_backup_that_has_ended_with_the_run_is_not_waited_for() -> None:
     """It ends when all workers have left, perhaps before it has acknowledged the last operation."""
     replication = joined()
-    gate = HeadGate(replication)
+    finished = asyncio.Event()
+    gate = HeadGate(replication, finished)
     replication.log()
     waiting = asyncio.ensure_future(gate.passed(gate.ticket()))
     await asyncio.sleep(1)
-    gate.open()
+    finished.set()
+    gate.look()
     await waiting
     replication.log()
     await gate.passed(gate.ticket())

@@ -27,29 +27,25 @@ from zmqtrain.wire.payload import Payload, Value
 
 
 class HeadGate:
-    """Implements `zmqtrain.server.gate.Gate`: what follows from an operation passes once the backup has it."""
+    """Implements `zmqtrain.server.gate.Gate`: what follows from an operation passes once the backup has it, or once all workers
+    have left: then nobody will need a backup, which may have ended before it acknowledged the last operations."""
 
     shut = False
 
-    def __init__(self, replication: Replication) -> None:
-        self._replication = replication
+    def __init__(self, replication: Replication, finished: asyncio.Event) -> None:
+        """``finished``: set when all workers have left; then call `look`."""
+        self._replication, self._finished = replication, finished
         self._changed = asyncio.Event()
-        self._open = False
 
     def ticket(self) -> int:
         return self._replication.last
 
     async def passed(self, ticket: int) -> None:
-        while not (self._open or self._replication.is_out(ticket)):
+        while not (self._finished.is_set() or self._replication.is_out(ticket)):
             await self._changed.wait()
 
-    def open(self) -> None:
-        """Everything may pass from now on."""
-        self._open = True
-        self.look()
-
     def look(self) -> None:
-        """The replication has changed."""
+        """The replication has changed, or all workers have left."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -77,7 +73,7 @@ class Head:
         self._membership, self._news, self._backups = membership, news, backups
         self._refusals = Refusals(tools.endpoint, "refused", tools.recorder, tools.background, timeout_s=tools.settings.request_s)
         self._replication = Replication(copy.done)
-        self._gate = HeadGate(self._replication)
+        self._gate = HeadGate(self._replication, membership.finished)
         self._stream: Stream | None = None
         self._asked = 0  # operations that somebody waits for
         self._incarnation: int | None = None  # of the backup
@@ -124,9 +120,9 @@ class Head:
         if self.ended:
             self._on_end()
 
-    def need_no_backup(self) -> None:
-        """All workers have left, so nobody will need a backup, which may have ended before it acknowledged the last operations."""
-        self._gate.open()
+    def finished(self) -> None:
+        """All workers have left, as `Membership.finished` says."""
+        self._gate.look()
 
     async def told(self) -> None:
         """Wait until everything so far may be told."""

@@ -142,7 +142,7 @@ class ReplicatedServer:
         """Once all workers have left: nobody needs a copy that is still being made, or the end of one whose server has ended."""
         await self._membership.finished.wait()
         for head in self._heads.values():
-            head.need_no_backup()
+            head.finished()
         self._maybe_end()
 
     def halt(self, reason: Mapping[str, Any]) -> None:
