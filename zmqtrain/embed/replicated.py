@@ -89,11 +89,11 @@ class Replicated:
 
         ``overlap``: see `zmqtrain.embed.session.Session.replicate`. ``served``: model servers run the optimizer. ``weight()``: the
         weight of this worker's gradient in its group; the group's weights add up to 1. ``weight(any_share=True)``: one that will be
-        divided out. ``samples()``: those of this worker's last batch, if
-        they are known. ``ended(step, seconds, exposed_s)`` is called after each step, on the loop's thread, where ``warn(text)`` is
-        called, too; ``call_back()`` in the caller's. ``stops(step)``: whether the run must stop before this step; then ``stop()``,
-        in the caller's thread, ends the session and raises, now and at any later call. ``wait`` waits for a coroutine in the
-        caller's thread. ``divided``: the model, if its group divides it."""
+        divided out. ``samples()``: the number of those in this worker's last batch, if it is known.
+        ``ended(step, seconds, exposed_s)`` is called after each step, on the loop's thread, where ``warn(text)`` is called, too;
+        ``call_back()`` in the caller's. ``stops(step)``: whether the run must stop before this step; then ``stop()``, in the
+        caller's thread, ends the session and raises, now and at any later call. ``wait`` waits for a coroutine in the caller's
+        thread. ``divided``: the model, if its group divides it."""
         self.replica, self.exchange, self.scope = replica, exchange, scope
         self.step = self.first_step = first_step
         self.others = others
@@ -266,10 +266,8 @@ class Replicated:
             return
         samples = self._samples()
         first = next((each for each in (*inputs, *named.values()) if isinstance(each, Tensor)), None)
-        if (
-            samples is None and first is not None and first.ndim in (2, 4)
-        ):  # features and images: the first dimension is the samples'
-            samples = len(first)
+        if samples is None and first is not None and first.ndim in (2, 4):
+            samples = len(first)  # features and images: the first dimension is the samples'
         if samples is not None and len(self._outputs) < MOST_OUTPUTS:
             self._outputs += rows_of(output, samples)
 

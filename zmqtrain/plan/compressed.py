@@ -173,12 +173,12 @@ def in_words(found: Sequence[Compressed]) -> str:
     """The recommended compression and its reason, as a sentence; empty if ``found`` is."""
     if not found:
         return ""
-    chosen, plain = best(found), found[0]
-    if chosen is plain:
+    way, plain = best(found), found[0]
+    if way is plain:
         return f"Without compression: {_why_plain(plain)}"
     return (
-        f'The network is what a step waits for: compression = "{chosen.way.name}" would reach a loss about '
-        f"{_gain(plain, chosen):.1f} times as fast"
+        f'The network is what a step waits for: compression = "{way.way.name}" would reach a loss about '
+        f"{_gain(plain, way):.1f} times as fast"
     )
 
 

@@ -8,7 +8,7 @@ keep in the graph what they were given: class weights, how many targets counted,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,24 @@ _SUMMED = (
 )
 
 
+def children_of(node: Node) -> list[Node]:
+    """The nodes whose results this one is computed of, as far as they have a gradient."""
+    return [child for child, _ in node.next_functions if child is not None]
+
+
+def leaves_of(loss: Tensor, *, beside: Collection[Node | None] = ()) -> Iterator[Tensor]:
+    """The tensors at the ends of the whole graph of ``loss``, parameters above all; not through the nodes ``beside``."""
+    nodes, seen = [] if loss.grad_fn is None else [loss.grad_fn], set[Node]()
+    while nodes:
+        node = nodes.pop()
+        if node in seen or node in beside:
+            continue
+        seen.add(node)
+        if "AccumulateGrad" in node.name():
+            yield node.variable  # type: ignore[attr-defined]
+        nodes += children_of(node)
+
+
 def not_a_mean(loss: Tensor, gradient: Tensor | None = None) -> str:
     """Why the loss is not a mean over samples, with what to do, in words; empty if nothing shows that.
 
@@ -73,7 +91,7 @@ class _Walk:
         self._left -= 1
         if node is None or self._left < 0:
             return ""
-        kind, children = kind_of(node), [child for child, _ in node.next_functions if child is not None]
+        kind, children = kind_of(node), children_of(node)
         if hasattr(node, "_saved_reduction"):
             return _of_torchs(node, scaled=scaled)
         if kind in SCALES and sum(map(self._has_mean, children)) > 1:
@@ -106,7 +124,7 @@ def _picks_samples(node: Node | None, left: int = MOST_PICKED) -> bool:
     if node is None or not left or hasattr(node, "_saved_reduction"):
         return False
     kind = kind_of(node)
-    children = [child for child, _ in node.next_functions if child is not None]
+    children = children_of(node)
     if kind in _PICKS:
         return _picks_rows(node) and not all(map(of_weights, children))
     through = kind in ADDS or kind in SCALES or kind in ("Mean", "Sum", "Relu", "Clamp", "Slice", "Index")
@@ -167,7 +185,7 @@ def _of_torchs(node: Any, *, scaled: bool) -> str:
 
 def _of_pairs(node: Node, left: int = MOST_SCALED) -> bool:
     """Whether the loss's scores are products of two activations each, and not of activations and weights."""
-    children = [child for child, _ in node.next_functions if child is not None]
+    children = children_of(node)
     if kind_of(node) == "Mm":
         return len(children) == 2 and not any(map(_is_weight, children))
     return left > 0 and len(children) <= 2 and any(_of_pairs(child, left - 1) for child in children)

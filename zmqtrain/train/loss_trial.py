@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from zmqtrain.data.nested import leaves
-from zmqtrain.train.loss_graph import ADDS, BENDS, MEAN, MOST_NODES, SCALES, kind_of, of_weights
+from zmqtrain.train.loss_graph import ADDS, BENDS, MEAN, MOST_NODES, SCALES, children_of, kind_of, leaves_of, of_weights
 
 #: A constant with more elements is not compared.
 MOST_ELEMENTS = 4096
@@ -81,25 +81,16 @@ def _has_distances(node: Node) -> bool:
         seen += 1
         node = nodes.pop(0)
         if kind_of(node) in ("Cdist", "EuclideanDist", "Pdist"):
-            children = [child for child, _ in node.next_functions if child is not None]
+            children = children_of(node)
             points = getattr(node, "_saved_x1", getattr(node, "_saved_self", None))
             return isinstance(points, Tensor) and points.ndim == 2 and not any(map(of_weights, children))
-        nodes += [child for child, _ in node.next_functions if child is not None]
+        nodes += children_of(node)
     return False
 
 
 def foreign_parameters(loss: Tensor, own: frozenset[int]) -> Iterator[nn.Parameter]:
     """The parameters that ``loss`` depends on, besides those with the identities ``own``. Looks at the whole graph."""
-    nodes, seen = [] if loss.grad_fn is None else [loss.grad_fn], set[Node]()
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter) and id(variable) not in own:
-            yield variable
-        nodes += [child for child, _ in node.next_functions if child is not None]
+    return (leaf for leaf in leaves_of(loss) if isinstance(leaf, nn.Parameter) and id(leaf) not in own)
 
 
 def _mixture(gradient: Tensor) -> Tensor:
@@ -203,7 +194,7 @@ class _Walk:
 
 def _is_without_rows(node: Node, left: int = 8) -> bool:
     """Whether this is computed, element by element, of means over samples or of several losses, so that no row is a sample's."""
-    children = [child for child, _ in node.next_functions if child is not None]
+    children = children_of(node)
     if any(kind_of(child) == "Stack" or _is_of_the_batch(child) for child in children):
         return True
     through = [child for child in children if kind_of(child) in ADDS | SCALES | BENDS]

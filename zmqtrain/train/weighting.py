@@ -26,6 +26,7 @@ from zmqtrain.data.batch import TARGETS, Batch
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.nested import leaves, mapped, rows
 from zmqtrain.errors import TaskError
+from zmqtrain.train.loss_graph import leaves_of
 from zmqtrain.wire.tensor import TensorPayload
 
 #: The class that torch's losses ignore by default.
@@ -294,16 +295,7 @@ def _tolerance_of_model(model: nn.Module, *, single: bool) -> float:
 def depends_beside_rows(loss: Tensor, output: Any, samples: int) -> bool:
     """Whether the loss depends on parameters not only through those of the model's outputs that have a row for each sample."""
     of_rows = {leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples}
-    nodes, seen = [loss.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen or node in of_rows:
-            continue
-        if "AccumulateGrad" in node.name():
-            return True
-        seen.add(node)
-        nodes += [child for child, _ in node.next_functions]
-    return False
+    return any(True for _ in leaves_of(loss, beside=of_rows))
 
 
 def _in_float64(part: Any) -> Any:
