@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqtrain.net.outbox import BULK, CONTROL, Outbox, Outgoing
+from zmqtrain.net.outbox import BULK, CONTROL, SMALL_PART, Outbox, Outgoing
 from zmqtrain.wire.message import describe
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.value import ValuePayload
@@ -64,6 +64,30 @@ def test_a_value_does_not_overtake_the_tensor_of_its_tag() -> None:
     assert outbox.next(CONTROL, credit=True) is None
     outbox.put(message("y", 0))
     assert names(outbox, lane=CONTROL) == ["y"]
+
+
+def test_a_small_tensor_goes_over_the_control_lane() -> None:
+    outbox = Outbox(100_000, SMALL_PART * CHUNK)
+    outbox.put(message("large", CHUNK + 1))
+    outbox.put(message("small", CHUNK))
+    assert names(outbox, lane=CONTROL) == ["small"]
+    assert names(outbox) == ["large"]
+
+
+def test_a_small_tensor_keeps_its_place_among_those_of_its_tag() -> None:
+    outbox = Outbox(100_000, SMALL_PART * CHUNK)
+    first = message("x", CHUNK + 1)
+    for each in (first, message("x", CHUNK), message("x", CHUNK + 2)):
+        outbox.put(each)
+    assert outbox.next(CONTROL, credit=True) is None
+    assert names(outbox) == ["x", "x", "x"]
+    small, large = message("y", CHUNK), message("y", CHUNK + 1)
+    outbox.put(small)
+    outbox.put(large)
+    outbox.cut(small, 0)
+    assert outbox.next(BULK, credit=True) is None  # until the small one has arrived
+    outbox.acknowledged(small)
+    assert outbox.next(BULK, credit=True) is large
 
 
 def test_only_so_many_bytes_are_admitted() -> None:

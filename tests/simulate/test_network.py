@@ -64,6 +64,19 @@ def test_a_transfer_takes_latency_and_bytes_over_bandwidth(bits_per_s: float, se
     assert on(NetworkModel(bandwidth=bits_per_s, way=Way(200e-6)), main) == pytest.approx(seconds + 200e-6, rel=0.01)
 
 
+def test_a_small_tensor_waits_for_no_large_one() -> None:
+    """Statistics that a step waits for pass what was sent before: they share the link with it, and nothing else."""
+
+    async def main(network: SimulatedNetwork) -> float:
+        a, b = network.endpoint("a", "one"), network.endpoint("b", "two")
+        await transfer(a, b, 0.001, "greetings first")
+        for number in range(8):
+            await a.send("b", ("gradients", number), PhantomPayload(MB))
+        return await transfer(a, b, 0.016, "statistics")
+
+    assert on(GIGABIT, main) == pytest.approx(200e-6 + 2 * 0.128e-3, rel=0.1)
+
+
 def test_without_figures_nothing_takes_any_time() -> None:
     async def main(network: SimulatedNetwork) -> float:
         return await transfer(network.endpoint("a", "one"), network.endpoint("b", "two"), 1000)

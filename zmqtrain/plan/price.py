@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zmqtrain.collectives.choose import piece_bytes
-from zmqtrain.net.settings import NetSettings
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.link import Changes, Cost, LayerCost
@@ -76,8 +74,8 @@ class Times:
     def of(cls, problem: Problem, stage: Stage, placed: Placed, cost: LayerCost) -> Times:
         """Halos are sent while the interior is computed, but for half of those of grids of strips; input gradients while the weight
         gradients of their layer are computed (half of the backward); weight gradients while earlier layers are computed.
-        All-gathers, statistics and redistributions are waited for; and each message with statistics, which is small, in the
-        backward for a piece of weight gradients on its way.
+        All-gathers, statistics and redistributions are waited for. Statistics are small, and wait for nothing themselves: they
+        pass the weight gradients on the control lane.
         ``cost``: the layer's own."""
         link, overlap = problem.link, problem.overlap
         forward_s, backward_s = problem.seconds(stage, placed)
@@ -86,16 +84,8 @@ class Times:
         hidden_s = min(beside * halo_back_s + dx_s, overlap * backward_s / 2)
         waits_s = forward_s + backward_s + link.seconds(cost.all_gather + cost.statistics + cost.statistics_back)
         waits_s += max((1 - beside) * halo_s, halo_s - overlap * forward_s) + halo_back_s + dx_s - hidden_s
-        waits_s += overlap * cost.statistics_back.messages * _piece_bytes(placed, cost.dw) * link.byte_s
         drains_s = overlap * backward_s - hidden_s
         return cls(waits_s, drains_s, link.seconds(cost.dw), problem.memory(stage, placed).total)
-
-
-def _piece_bytes(placed: Placed, sums: Cost) -> float:
-    """The bytes that are sent in one go of a sum of weight gradients."""
-    members = placed.grid.size if placed.choice in ("batch", "domain") else placed.grid.columns
-    part = sums.nbytes / max(1, 2 * (members - 1))
-    return min(part, piece_bytes(int(part), NetSettings().chunk_bytes))
 
 
 def changing_bytes(problem: Problem, after: Stage) -> int:
