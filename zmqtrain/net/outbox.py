@@ -17,9 +17,10 @@ from zmqtrain.wire.message import PHANTOM, Header
 
 CONTROL = 0
 BULK = 1
-#: A tensor that is no larger than this part of a piece (of `chunk_bytes`: 32 KiB of 1 MiB) goes over the control lane, too. On the
-#: bulk lane it would wait for all that is on its way there, however urgent it is: statistics of a batch norm, for which a step
-#: stands still, behind megabytes of weight gradients, for which it does not.
+#: A tensor of at most so many bytes, and at most this part of a piece, goes over the control lane, too. On the bulk lane it would wait
+#: for all that is on its way there, however urgent it is: statistics of a batch norm, for which a step stands still, behind megabytes
+#: of weight gradients, for which it does not.
+SMALL_BYTES = 32 << 10
 SMALL_PART = 32
 #: What messages without a body refer to.
 _NO_BODY: Final = memoryview(b"")
@@ -144,7 +145,7 @@ class Outbox:
         """Add a message. ``message.admitted`` says whether there was room; if not, ``on_admitted`` will be called."""
         message.order = self._orders = self._orders + 1
         tag = message.tag
-        if message.header.nbytes <= self.chunk_bytes // SMALL_PART:
+        if message.header.nbytes <= min(SMALL_BYTES, self.chunk_bytes // SMALL_PART):
             message.lane = CONTROL
         if message.lane == CONTROL and self._busy_lane(tag) == BULK:
             message.lane = BULK  # it must not overtake the tensor before it
