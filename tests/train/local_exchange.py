@@ -29,6 +29,9 @@ class LocalExchange:
     def exchanges(self, step: int) -> bool:
         return True
 
+    async def may_begin(self, step: int) -> bool:
+        return True
+
     def repeats(self, step: int) -> bool:
         return False
 

@@ -196,6 +196,7 @@ class Exchange(Protocol):
     averaged, model                     all                loop, sessions, checkpoints  what is evaluated and kept
     exchanges                           allreduce          loop, sessions, checkpoints  steps whose gradients are only accumulated
     repeats                             model_server       loop                         steps that are given up
+    may_begin                           allreduce          loop                         what lost workers have left at the end
     keep                                model_server       loop                         the servers' parts of a checkpoint
     read                                model_server       loop, sessions               the run's model, if servers have it
     leave                               model_server       loop, sessions               workers that have no more data
@@ -246,6 +247,11 @@ class Exchange(Protocol):
     def repeats(self, step: int) -> bool:
         """After `end_step`: whether ``step`` was given up, because a worker of the group is lost or has come, and must be trained
         once more before it has ended."""
+        ...
+
+    async def may_begin(self, step: int) -> bool:
+        """Called before the forward of ``step``, for which all is ready on return. False: it turns out that there is nothing to
+        train, as far as is known."""
         ...
 
     async def settle(self) -> None:

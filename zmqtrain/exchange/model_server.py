@@ -298,6 +298,9 @@ class ModelServerExchange:
         if self._beside is not None:
             await self._beside.give()
 
+    async def may_begin(self, step: int) -> bool:
+        return True
+
     def repeats(self, step: int) -> bool:
         team = self._team
         if not self._repeats or team is None or self._members is None or self._turn.life == team.life:

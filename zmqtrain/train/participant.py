@@ -108,7 +108,7 @@ class Participant:
         await self.exchange.settle()
         await self._quiet()
         await self.members.settled()
-        plan = self.members.slots
+        plan = self.members.slots or self.members.division
         assert plan is not None
         era = plan.eras[-1]
         await self.exchange.leave()  # until others take part, and after that again
