@@ -51,7 +51,7 @@ class LocalExchange:
     async def settle(self) -> None:
         return None
 
-    async def stop(self) -> None:
+    async def stop(self, *, failed: bool = False) -> None:
         return None
 
     def staleness(self) -> Sequence[int]:

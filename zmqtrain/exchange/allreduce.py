@@ -161,7 +161,7 @@ class AllReduceExchange(Serverless):
     async def settle(self) -> None:
         await self._sum.settle()
 
-    async def stop(self) -> None:
+    async def stop(self, *, failed: bool = False) -> None:
         if self._source is not None:
             self._source.close()
         await self._sum.stop()

@@ -279,8 +279,9 @@ class Exchange(Protocol):
     async def leave(self) -> None:
         """This worker trains no more: no group waits for it from now on. Call `settle` first."""
 
-    async def stop(self) -> None:
-        """Finish cleanly: nothing of this worker is still being sent, and servers may end once all workers have called this."""
+    async def stop(self, *, failed: bool = False) -> None:
+        """Finish cleanly: nothing of this worker is still being sent, and servers may end once all workers have called this.
+        ``failed``: unless the run survives the loss of this worker, and servers wait for others to train what it leaves."""
 
     def staleness(self) -> Sequence[int]:
         """The staleness of each read since the last call (server updates between the read and its write); empty if there were

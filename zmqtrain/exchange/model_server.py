@@ -361,7 +361,7 @@ class ModelServerExchange:
             plan = None if self._members is None else self._members.slots
             await self._ask_servers("left", *([] if plan is None else [plan.eras[-1].since]))
 
-    async def stop(self) -> None:
+    async def stop(self, *, failed: bool = False) -> None:
         """Tell the servers that this worker has finished. Call `settle` first; pending transfers are abandoned, so that a run that
         stops early waits for no other worker."""
         if self._members is not None:
@@ -370,7 +370,7 @@ class ModelServerExchange:
             await self._own_team.stop()
         await self._under_way.cancel()
         self._arithmetic.close()
-        if self._replica is None:
+        if self._replica is None or (failed and self._members is not None and self._members.survives):
             return
         await self._ask_servers("finished", *([] if self._members is None else [self._members.own_incarnation]))
 
