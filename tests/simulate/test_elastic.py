@@ -18,7 +18,7 @@ from zmqtrain.exchange.sums import NetworkSums
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.simulate.explore import Trial, explore
-from zmqtrain.simulate.faults import Fault, delay, join, kill, pause, restart
+from zmqtrain.simulate.faults import Fault, delay, join, kill, pause, restart, slow
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.links import links_of
@@ -323,6 +323,14 @@ def test_what_a_worker_leaves_that_is_lost_in_the_last_step_is_trained(at: float
     """Its last sums may be under way when the others look for more to train; these agree on what follows."""
     shape = allreduce(epochs=1)
     result = simulate(shape, seed=71, options=Options(faults=[kill("worker/3", at=at)], usual_s=1.0))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+
+
+def test_one_who_has_come_when_nothing_was_left_trains_what_another_leaves_after_that() -> None:
+    """worker/5 waits for the state of step 4, which nobody was to train, when worker/2 is lost in its last step."""
+    shape = allreduce(epochs=1, job="max_workers = 6")
+    faults = (join("joined-1", at=0.0311), slow("worker/2", 20.0, at=0.0315), join("joined-2", at=0.0469), kill("worker/2", at=0.3))
+    result = simulate(shape, options=Options(faults=faults))
     assert (result.ending.status, result.broken) == ("done", []), result.ending.error
 
 

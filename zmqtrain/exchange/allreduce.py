@@ -116,6 +116,7 @@ class AllReduceExchange(Serverless):
         state = NeighboursState(group.endpoint, members, timeout_s=timeout_s)
         first = await state.join()
         await state.take(replica)
+        await members.release(first)
         self._recorder.audit("joined", step=first, source=state.source)
         return first
 

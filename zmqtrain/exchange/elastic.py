@@ -257,7 +257,9 @@ class ElasticMembers:
         first = min(step for step, members in self._plans[1:] if members.get(me) == own)
         if (team := self.team()) is not None:
             first = min(first, self.first_step(team))
-        self._begun = self._first = first
+        self._first = first
+        # Where samples are divided, there may be none for that step: then nobody begins it, and others may still take part in it.
+        self._begun = first - 1 if self.divides else first
         self._on_view(self._membership.view)  # which may have changed in the meantime
         return first
 
