@@ -88,6 +88,18 @@ def test_the_last_step_takes_what_is_left(total: int, end: int, last: int) -> No
     assert division.size(end - 1) == last
 
 
+def test_one_that_comes_after_the_end_adds_no_step() -> None:
+    """Others have begun to wait for what follows step 3, the last one, when all learn that somebody comes, and that another one is
+    lost: nothing is left."""
+    division = Division([A, B], 6)
+    division.total = 24
+    division.change(5, [A, B, C], complete=3)
+    division.change(6, [A, C], complete=3)
+    assert division.end == 4
+    division.change(7, [C], complete=2)  # nobody is left that had completed step 3
+    assert division.end == 7 + 1
+
+
 def test_a_fixed_number_of_steps_stays() -> None:
     division = Division([A, B], 6)
     division.steps = 4

@@ -32,10 +32,13 @@ class Table:
         elastic: bool = False,
         lasting: bool = False,
         replicated: bool = False,
+        patient: bool = False,
         spare: list[Member] | None = None,
     ) -> None:
         chains = Chains([member.peer for member in expected if member.kind == "server"]) if replicated else None
-        self.roster = Roster(expected, TIMEOUTS, now=0.0, elastic=elastic, lasting=lasting, chains=chains, spare=spare or ())
+        self.roster = Roster(
+            expected, TIMEOUTS, now=0.0, elastic=elastic, lasting=lasting, patient=patient, chains=chains, spare=spare or ()
+        )
         self.expected, self.now = expected, 0.0
         self.answers: dict[int, Any] = {}
         self.told: list[tuple[str, str]] = []

@@ -188,6 +188,21 @@ def test_a_worker_whose_link_is_lost_is_not_waited_for(agents: bool) -> None:
         assert table.roster.state is State.RUNNING
 
 
+def test_a_worker_whose_agent_has_left_is_judged_by_its_link() -> None:
+    """Something else than its agent has started it again. Nobody would ever say that its process has ended."""
+    table = Table(members(2, 0, 2), elastic=True, patient=True)
+    table.join_all()
+    table.exited("worker/1", -9)
+    table.leave("agent/h1")
+    table.join("worker/1", incarnation=2)
+    assert everybody(table) == ["worker/0", "worker/1"]
+    table.take(table.roster.handle_lost("worker/1", "it has closed its endpoint", table.now))
+    assert everybody(table) == ["worker/0"]
+    table.leave("worker/0")
+    table.exited("worker/0", 0)
+    assert table.outcome is not None
+
+
 def test_a_worker_comes_back_and_is_counted_once_it_is_ready() -> None:
     table = running()
     table.exited("worker/1", -9)

@@ -49,6 +49,21 @@ async def test_another_run_s_token(world: World, caplog: pytest.LogCaptureFixtur
     assert "secret" not in caplog.text
 
 
+async def test_a_greeting_that_names_no_address_is_ignored(world: World) -> None:
+    a, c = await world.open("a"), await world.open("c")
+    world.introduce(a, c)
+    transport, _ = await world.stranger("b")
+    session = 12345
+    transport.connect("a", a.address, route_of("b", session))
+    hello = Hello("b", "a", "smmulated://b", FAST.token, 7, session, 0, False, 1 << 20, 1 << 20)
+    async with asyncio.timeout(PATIENCE_S):
+        while not a.statistics()["garbage"] + a.statistics()["refused"]:
+            transport.send("a", CONTROL, encode_greeting(hello), 0)
+            await asyncio.sleep(0.01)
+    await served(c, a)
+    await transport.close()
+
+
 async def test_another_wire_version(world: World) -> None:
     """The peer is of a future release: what it hears from us is a refusal that names both versions, and we know it as well."""
     a = await world.open("a")

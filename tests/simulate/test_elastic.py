@@ -18,7 +18,7 @@ from zmqtrain.exchange.sums import NetworkSums
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.simulate.explore import Trial, explore
-from zmqtrain.simulate.faults import Fault, join, kill, pause, restart
+from zmqtrain.simulate.faults import Fault, delay, join, kill, pause, restart, slow
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.links import links_of
@@ -146,6 +146,14 @@ def test_two_at_once_and_one_at_the_very_end() -> None:
 def test_only_one_is_left() -> None:
     _, heard = run([kill("worker/1", at=0.05), kill("worker/2", at=0.1), kill("worker/3", at=0.12)])
     assert heard.steps["worker/0"] == list(range(STEPS))
+
+
+def test_a_host_that_comes_when_the_run_has_failed_already_is_refused() -> None:
+    faults = [delay("h2", 300.0, at=0.0), kill("worker/0", at=0.0006)]
+    result = simulate(topology(steps=FEW), options=Options(faults=faults))
+    assert (result.ending.status, result.broken) == ("failed", [])
+    assert result.ending.error is not None
+    assert "worker/0 on h1 was killed" in result.ending.error["message"]
 
 
 def test_random_faults_break_nothing() -> None:
@@ -308,6 +316,22 @@ def test_epochs_of_groups_of_several_end_with_all_their_samples(more: str) -> No
         shape = allreduce(epochs=1, groups=2, size=2, job=f"restarts = 1\n{more}")
         found = list(explore(shape, [seed], faults="random"))
         assert [each.broken for each in found if each.broken] == []
+
+
+@pytest.mark.parametrize("at", [0.04985, 0.04995])
+def test_what_a_worker_leaves_that_is_lost_in_the_last_step_is_trained(at: float) -> None:
+    """Its last sums may be under way when the others look for more to train; these agree on what follows."""
+    shape = allreduce(epochs=1)
+    result = simulate(shape, seed=71, options=Options(faults=[kill("worker/3", at=at)], usual_s=1.0))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+
+
+def test_one_who_has_come_when_nothing_was_left_trains_what_another_leaves_after_that() -> None:
+    """worker/5 waits for the state of step 4, which nobody was to train, when worker/2 is lost in its last step."""
+    shape = allreduce(epochs=1, job="max_workers = 6")
+    faults = (join("joined-1", at=0.0311), slow("worker/2", 20.0, at=0.0315), join("joined-2", at=0.0469), kill("worker/2", at=0.3))
+    result = simulate(shape, options=Options(faults=faults))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
 
 
 def test_one_who_has_begun_as_a_copy_knows_what_others_have_left() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulate.worlds import POLICIES, STEPS, profile_file, teams_topology
 from zmqtrain.simulate.explore import explore
-from zmqtrain.simulate.faults import Fault, drop, kill, pause, restart
+from zmqtrain.simulate.faults import Fault, drop, kill, partition, pause, restart, slow
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 
@@ -51,6 +51,20 @@ def test_the_first_of_a_group_is_lost_and_comes_back() -> None:
     steps, views = run(teams_topology('"async"', epochs=True, job="restarts = 1"), kill("worker/0", step=3))
     assert views[-1] == ("worker/0", "worker/1", "worker/2", "worker/3")
     assert steps["worker/0"][-1] == steps["worker/1"][-1] > 10
+
+
+def test_a_worker_that_waits_for_its_last_step_does_not_rest_if_others_leave_it_something_meanwhile() -> None:
+    """One of its group is slow. The other group loses a worker in the meantime, and gets it back."""
+    faults = slow("worker/1", 20.0, at=0.057), restart("h3", at=0.05, after=0.304)
+    steps, _ = run(teams_topology('"async"', epochs=True, job="restarts = 2"), *faults)
+    assert steps["worker/0"][-1] > 14
+
+
+def test_workers_that_lose_each_other_find_the_servers_when_they_come_back() -> None:
+    """Both fail by themselves, and nobody trains then: that is no end of training."""
+    shape = teams_topology('"async"', groups=1, epochs=True, job="restarts = 1")
+    # Meanwhile there is no coordinator that would say who is gone.
+    run(shape, partition(["h1"], ["h2"], at=0.02, lasts=4.0), restart("coordinator", at=0.03, after=3.0))
 
 
 def test_a_whole_group_is_lost_one_after_the_other_and_one_of_it_comes_back() -> None:

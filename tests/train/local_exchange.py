@@ -29,6 +29,9 @@ class LocalExchange:
     def exchanges(self, step: int) -> bool:
         return True
 
+    async def may_begin(self, step: int) -> bool:
+        return True
+
     def repeats(self, step: int) -> bool:
         return False
 
@@ -48,7 +51,7 @@ class LocalExchange:
     async def settle(self) -> None:
         return None
 
-    async def stop(self) -> None:
+    async def stop(self, *, failed: bool = False) -> None:
         return None
 
     def staleness(self) -> Sequence[int]:

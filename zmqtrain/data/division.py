@@ -186,7 +186,15 @@ class Division:
             return self.steps
         if self.total is None:
             return None
-        era = self.eras[-1]
+        end = self._end_in(self.eras[-1])
+        for era, later in zip(reversed(self.eras[:-1]), reversed(self.eras), strict=False):
+            if end > later.since:
+                break
+            end = min(self._end_in(era), later.since)  # the later era has nothing to train: it came after the end
+        return end
+
+    def _end_in(self, era: Era) -> int:
+        """The end of training as it is known in an era, or its first step if it has nothing to train."""
         full, more = divmod(self._whole(era), self._batch(era))
         return era.since + full + (more >= len(era.members))
 

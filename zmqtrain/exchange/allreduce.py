@@ -59,6 +59,7 @@ class AllReduceExchange(Serverless):
         summed = self._summed if by_bucket else None
         self._sum = GradientSum(sums, self._recorder, self._abort, overlap=overlap, summed=summed)
         self._step = 0
+        self._released = -1  # the newest step that may begin
         self._members = members
         self._source: StateSource | None = None
         if members is not None and members.survives:
@@ -102,7 +103,7 @@ class AllReduceExchange(Serverless):
         else:
             source.serve(members)
             if members.late:
-                first = await self._start_late(replica, members)
+                first = self._released = await self._start_late(replica, members)
                 source.begin()
             else:
                 await members.together("allreduce/start", 0, lambda world: spread(world, replica))
@@ -115,6 +116,7 @@ class AllReduceExchange(Serverless):
         state = NeighboursState(group.endpoint, members, timeout_s=timeout_s)
         first = await state.join()
         await state.take(replica)
+        await members.release(first)
         self._recorder.audit("joined", step=first, source=state.source)
         return first
 
@@ -147,14 +149,20 @@ class AllReduceExchange(Serverless):
             else:
                 await self._sum.wait()
                 await self._replica_started().update()
-        if self._members is not None:
-            await self._members.release(self._step + 1)
-            await self._give(self._step + 1)
+        await self.may_begin(self._step + 1)
+
+    async def may_begin(self, step: int) -> bool:
+        if step > self._released:
+            if self._members is not None and not await self._members.release(step):
+                return False
+            self._released = step
+            await self._give(step)
+        return True
 
     async def settle(self) -> None:
         await self._sum.settle()
 
-    async def stop(self) -> None:
+    async def stop(self, *, failed: bool = False) -> None:
         if self._source is not None:
             self._source.close()
         await self._sum.stop()

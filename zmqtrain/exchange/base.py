@@ -196,6 +196,7 @@ class Exchange(Protocol):
     averaged, model                     all                loop, sessions, checkpoints  what is evaluated and kept
     exchanges                           allreduce          loop, sessions, checkpoints  steps whose gradients are only accumulated
     repeats                             model_server       loop                         steps that are given up
+    may_begin                           allreduce          loop                         what lost workers have left at the end
     keep                                model_server       loop                         the servers' parts of a checkpoint
     read                                model_server       loop, sessions               the run's model, if servers have it
     leave                               model_server       loop, sessions               workers that have no more data
@@ -248,6 +249,11 @@ class Exchange(Protocol):
         once more before it has ended."""
         ...
 
+    async def may_begin(self, step: int) -> bool:
+        """Called before the forward of ``step``, for which all is ready on return. False: it turns out that there is nothing to
+        train, as far as is known."""
+        ...
+
     async def settle(self) -> None:
         """Wait until the parameters of all buckets have arrived (before evaluations, checkpoints and the end)."""
 
@@ -273,8 +279,9 @@ class Exchange(Protocol):
     async def leave(self) -> None:
         """This worker trains no more: no group waits for it from now on. Call `settle` first."""
 
-    async def stop(self) -> None:
-        """Finish cleanly: nothing of this worker is still being sent, and servers may end once all workers have called this."""
+    async def stop(self, *, failed: bool = False) -> None:
+        """Finish cleanly: nothing of this worker is still being sent, and servers may end once all workers have called this.
+        ``failed``: unless the run survives the loss of this worker, and servers wait for others to train what it leaves."""
 
     def staleness(self) -> Sequence[int]:
         """The staleness of each read since the last call (server updates between the read and its write); empty if there were

@@ -257,13 +257,19 @@ class ElasticMembers:
         first = min(step for step, members in self._plans[1:] if members.get(me) == own)
         if (team := self.team()) is not None:
             first = min(first, self.first_step(team))
-        self._begun = self._first = first
+        self._first = first
+        # Where samples are divided, there may be none for that step: then nobody begins it, and others may still take part in it.
+        self._begun = first - 1 if self.divides else first
         self._on_view(self._membership.view)  # which may have changed in the meantime
         return first
 
-    async def release(self, step: int) -> None:
+    async def release(self, step: int) -> bool:
         await self.settled()
+        end = None if self.division is None else self.division.end
+        if end is not None and step >= end:
+            return False  # others may still take part from this step on, with what is left then
         self._begun = step
+        return True
 
     async def begin(self, step: int, due: Callable[[], bool]) -> bool:
         await self.settled()
@@ -292,6 +298,9 @@ class ElasticMembers:
         if self._differs(view):  # the agreement about that begins at once
             await asyncio.sleep(0)
             return None
+        if self.divides:  # one that would take part from here on waits for a state, which it does not get
+            planned = self._plan(max(0, step - 1))[1]
+            living = {peer: process for peer, process in living.items() if planned.get(peer) == process}
         try:
             return await self._membership.agree("trained", step, tuple(living), version=view.version)
         except (PeerLostError, ViewChangedError) as error:

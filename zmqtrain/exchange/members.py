@@ -119,8 +119,10 @@ class Members(Protocol):
         """Take part from now on, if late. Returns the first step."""
         ...
 
-    async def release(self, step: int) -> None:
-        """Wait until it is known who trains ``step``. Only afterwards may it begin."""
+    async def release(self, step: int) -> bool:
+        """Wait until it is known who trains ``step``. Only afterwards may it begin. Returns false if, as far as is known, there is
+        nothing to train any more: should others leave something, call this again."""
+        ...
 
     async def settled(self) -> None:
         """Wait until it is known who trains the steps from now on. Raises the error that prevents it."""
@@ -229,8 +231,8 @@ class FixedMembers:
     async def join(self) -> int:
         return 0
 
-    async def release(self, step: int) -> None:
-        return None
+    async def release(self, step: int) -> bool:
+        return True
 
     async def settled(self) -> None:
         return None

@@ -298,6 +298,9 @@ class ModelServerExchange:
         if self._beside is not None:
             await self._beside.give()
 
+    async def may_begin(self, step: int) -> bool:
+        return True
+
     def repeats(self, step: int) -> bool:
         team = self._team
         if not self._repeats or team is None or self._members is None or self._turn.life == team.life:
@@ -349,16 +352,17 @@ class ModelServerExchange:
         return None
 
     async def leave(self) -> None:
+        plan = None if self._members is None else self._members.slots
+        since = [] if plan is None else [plan.eras[-1].since]  # now: a change meanwhile may leave this worker something to train
         if self._beside is not None:
             self._beside.rests = True
             await self._beside.give()
         if self._own_team is not None:  # servers must not wait for a team that they have not let in yet
             await self._own_team.entered()
         if self._replica is not None:
-            plan = None if self._members is None else self._members.slots
-            await self._ask_servers("left", *([] if plan is None else [plan.eras[-1].since]))
+            await self._ask_servers("left", *since)
 
-    async def stop(self) -> None:
+    async def stop(self, *, failed: bool = False) -> None:
         """Tell the servers that this worker has finished. Call `settle` first; pending transfers are abandoned, so that a run that
         stops early waits for no other worker."""
         if self._members is not None:
@@ -367,7 +371,7 @@ class ModelServerExchange:
             await self._own_team.stop()
         await self._under_way.cancel()
         self._arithmetic.close()
-        if self._replica is None:
+        if self._replica is None or (failed and self._members is not None and self._members.survives):
             return
         await self._ask_servers("finished", *([] if self._members is None else [self._members.own_incarnation]))
 

@@ -25,6 +25,9 @@ class Serverless:
     def repeats(self, step: int) -> bool:
         return False
 
+    async def may_begin(self, step: int) -> bool:
+        return True
+
     async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
         return None
 

@@ -515,7 +515,7 @@ class Roster:
         if entry.member.kind == "agent":
             why = self._heard.why_gone(entry.member.host, reason, now)
             return self._lose(entry, why, HostLostError(f"lost the host {entry.member.host}: {why}"), now)
-        vouched_for = entry.member.host in self._members.agents
+        vouched_for = self._members.is_watched(entry)
         spared = entry.member.kind == "worker" or (entry.member.kind == "server" and self._chains.spare(peer))
         if vouched_for and (self._patient or not (self._elastic and self.state is State.RUNNING and spared)):
             if entry.member.is_role and self.state is State.RUNNING and entry.cut is None:

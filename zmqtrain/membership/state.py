@@ -168,10 +168,14 @@ class MemberTable:
         """The workers and servers of one host."""
         return list(self._roles.get(host, ()))
 
+    def is_watched(self, entry: Entry) -> bool:
+        """Whether there is, or will be, an agent that says how this role's process ends."""
+        agent = self.agents.get(entry.member.host)
+        return agent is not None and not agent.gone
+
     def ended(self, entry: Entry) -> bool:
         """Whether a role's process has ended, as far as its agent can tell."""
-        agent = self.agents.get(entry.member.host)
-        return entry.gone and (entry.exited or agent is None or agent.gone)
+        return entry.gone and (entry.exited or not self.is_watched(entry))
 
     def some_return(self) -> bool:
         """Whether a worker that is lost may come back: its agent is starting it again, or has not said yet whether it will."""

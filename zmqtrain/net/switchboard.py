@@ -287,7 +287,11 @@ class Switchboard:
         self._links[peer] = link
         address = address or self._addresses.get(peer, "") or self._transport.find(peer)
         if address:
-            self._connect(link, address)
+            try:
+                self._connect(link, address)
+            except ValueError:
+                del self._links[peer]
+                raise
         return link
 
     def _connect(self, link: Link, address: str) -> None:
@@ -372,10 +376,21 @@ class Switchboard:
             else:
                 self._end(link, endings.lost(peer, judgement.value))
                 link = None
-        if link is None:
-            link = self._add_link(peer, hello.address)
-        elif not link.up and link.handshake.gives_up_address(hello.address, self._loop.time()):
-            self._connect(link, hello.address)
+        try:
+            if link is None:
+                link = self._add_link(peer, hello.address)
+            elif not link.up and link.handshake.gives_up_address(hello.address, self._loop.time()):
+                before = link.handshake.address
+                try:
+                    self._connect(link, hello.address)
+                except ValueError:
+                    self._connect(link, before)
+                    raise
+        except ValueError as error:
+            self._counters["garbage"] += 1
+            self._intruders.note(Intrusion.GARBAGE, peer)
+            log.debug("%s ignores a greeting of %s: %s", self._peer, peer, error)
+            return
         self._gone.pop(peer, None)
         new = link.handshake.remote is None
         answer = link.greet(hello)

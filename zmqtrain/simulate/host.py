@@ -142,10 +142,11 @@ class SimulatedHost:
         )
         plan.cluster.processes[endpoint.peer].waits = endpoint.waits
         try:
-            link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, timeouts=environment.timeouts)
-            processes = SimulatedProcesses(plan.cluster, partial(be_role, plan))
-            self._agent = Agent(link, plan.description, environment, processes)
-            with suppress(ConnectivityError):  # the run continues without this host, or is over: its roles end in either case
+            # If it cannot join, or is given up: the run continues without this host, or is over. Its roles end in either case.
+            with suppress(ConnectivityError):
+                link = await AgentLink.join(endpoint, coordinator_address=environment.coordinator, timeouts=environment.timeouts)
+                processes = SimulatedProcesses(plan.cluster, partial(be_role, plan))
+                self._agent = Agent(link, plan.description, environment, processes)
                 await self._agent.run()
         finally:
             self._agent = None

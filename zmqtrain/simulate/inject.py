@@ -161,8 +161,10 @@ class Injector:
             coming = any(life.get_name() == f"agent/{role.host}" and not life.done() for life in self.agents)
             if host.start_again(role) or coming:
                 return
-        before = self._cluster.processes.get(peer)
+        before, agent = self._cluster.processes.get(peer), self._cluster.processes.get(f"agent/{role.host}")
         if self.over or (before is not None and before.tasks):  # there is one again already
+            return
+        if agent is not None and agent.killed:  # the machine is down, or starts all its roles itself when it comes back
             return
         process = spawn(self._cluster, peer, role.host)
         self.outside.append(process)

@@ -24,6 +24,8 @@ class Ledger:
 
     def __init__(self, topology: Topology, placement: Placement) -> None:
         self._topology, self._placement = topology, placement
+        self.total: int | None = None
+        """The number of samples after which training ends, if that is known."""
         self._stated: dict[int, dict[PeerId, tuple[PeerId, ...]]] = {}
         self._counted: dict[int, tuple[PeerId, ...]] = {}
         self._begun: dict[int, set[PeerId]] = {}
@@ -116,6 +118,9 @@ class Ledger:
             known = sum(max(0, min(stop, last) - max(start, first)) for first, last in late)
             if start < min(stop, sure) and known < stop - start:
                 yield f"the samples from {start} up to {stop} count nowhere"
+        lacking = 0 if self.total is None else self.total - length_of(spans)
+        if every == 1 and lacking >= len(self._placement.everyone):  # fewer are no step for all workers
+            yield f"{lacking} of {self.total} samples count nowhere"
 
     def _placement_peers(self) -> list[PeerId]:
         return [worker.peer for worker in self._placement.everyone]

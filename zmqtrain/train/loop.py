@@ -123,8 +123,9 @@ class TrainLoop:
         await work.call_back()
         outcome = await self._train(first)
         until: int | None = None
-        while outcome is Outcome.DONE and elastic and (until := await self._part.all_trained(self._more)) is None:
-            outcome = await self._train(first)  # others may have left something to train
+        more = elastic or members.division is not None  # others may leave something to train
+        while outcome is Outcome.DONE and more and (until := await self._part.all_trained(self._more)) is None:
+            outcome = await self._train(first)
         if outcome is not Outcome.ABANDONED:
             await self._end(first, until, early=outcome is Outcome.STOPPED)
 
@@ -165,7 +166,7 @@ class TrainLoop:
             if passes:  # its team begins later
                 self.step += 1
                 work.after_step()
-            elif members.slots is not None and not await members.begin(self.step, self._due):
+            elif not await (self.exchange.may_begin(self.step) if members.slots is None else members.begin(self.step, self._due)):
                 continue
             else:
                 step = self.step
@@ -202,7 +203,9 @@ class TrainLoop:
     def _more(self) -> bool:
         """Whether a change of the members has left this worker something to train."""
         plan, slot = self._members.slots, self._members.slot
-        assert plan is not None
+        if plan is None:
+            steps = self._steps()
+            return steps is not None and self.step < steps
         return slot(self.step) is not None or slot(max(self.step, plan.eras[-1].since)) is not None
 
     def _due(self) -> bool:

@@ -108,8 +108,10 @@ class Participant:
         await self.exchange.settle()
         await self._quiet()
         await self.members.settled()
-        plan = self.members.slots
+        plan = self.members.slots or self.members.division
         assert plan is not None
+        if more():  # others have left something while this worker's last step was under way
+            return None
         era = plan.eras[-1]
         await self.exchange.leave()  # until others take part, and after that again
         return await self._trained.of_living(self.members, lambda: plan.eras[-1] is not era or more())

@@ -70,7 +70,7 @@ async def _train(context: RoleContext, work: Work, members: Members, halted: asy
         await _give_up(context, loop, error)
         raise NonFiniteLossError(error.loss, error.rank, error.step, kept) from None
     except BaseException as error:
-        await _give_up(context, loop, error)
+        await _give_up(context, loop, error, failed=True)
         raise
     finally:
         if not life.done():
@@ -131,9 +131,9 @@ async def _keep_last_good(context: RoleContext, loop: TrainLoop, error: NonFinit
     return "No checkpoint of the last good step could be kept" if kept is None else f"A checkpoint of step {kept} was kept"
 
 
-async def _give_up(context: RoleContext, loop: TrainLoop, error: BaseException) -> None:
+async def _give_up(context: RoleContext, loop: TrainLoop, error: BaseException, *, failed: bool = False) -> None:
     """Wake the compute thread and end the exchange, as far as possible within the grace time."""
     loop.work.replica.abort(error)
     with suppress(ZmqTrainError, TimeoutError, ExceptionGroup):
         async with asyncio.timeout(context.timeouts.grace_s):
-            await loop.exchange.stop()
+            await loop.exchange.stop(failed=failed)

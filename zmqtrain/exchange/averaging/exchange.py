@@ -250,7 +250,7 @@ class AveragingExchange(Serverless):
         if self._members.survives:  # a state that was taken over, or an average that some have given up
             await require_alike(group, self._method.state(), tag)
 
-    async def stop(self) -> None:
+    async def stop(self, *, failed: bool = False) -> None:
         if self._source is not None:
             self._source.close()
         await self._sum.stop()

@@ -195,7 +195,7 @@ class GossipExchange(Serverless):
     async def settle(self) -> None:
         await self._under_way.settle()
 
-    async def stop(self) -> None:
+    async def stop(self, *, failed: bool = False) -> None:
         self._source_of_state.close()
         await self._under_way.cancel()
         await self._sum.stop()
