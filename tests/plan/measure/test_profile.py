@@ -212,7 +212,7 @@ def test_what_cannot_be_is_said_before_anything_is_measured(arguments: dict[str,
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is a folder: give a topology file, or a task as FILE.py:FUNCTION$"):
+    with pytest.raises(UsageError, match=r"is a folder: give a topology file, or a task as FILE\.py:FUNCTION$"):
         run_profile(str(tmp_path))
     (tmp_path / "topology.toml").touch()
     with pytest.raises(UsageError, match=f"zmqtrain report {tmp_path} shows"):
