@@ -143,7 +143,7 @@ def test_what_an_event_says_is_for_people() -> None:
     state.add(event("built", 0, 1, 2.0, seconds=0.03624588, eval_loss=0.1842333, wait_s=0.5, samples_per_s=1234))
     assert [item["text"] for item in state.feed()] == [
         "steps 100,000, elastic, lr 0.1235",
-        "took 36 ms, eval loss 0.1842, wait 500 ms, samples per s 1,234",
+        "took 36.2 ms, eval loss 0.1842, wait 500 ms, samples per s 1,234",
     ]
 
 
