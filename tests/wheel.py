@@ -23,17 +23,19 @@ SIZES = """
 import re
 from importlib.metadata import distribution, distributions
 
-def closure(name, seen):
+def closure(name, seen, extras=()):
     key = re.sub(r"[-_.]+", "-", name).lower()
     try:
         found = distribution(key)
     except Exception:
         return seen
-    if key not in seen:
+    if key not in seen or extras:
         seen.add(key)
         for requirement in found.requires or ():
-            if "extra ==" not in requirement:
-                closure(re.match(r"[\\w.-]+", requirement)[0], seen)
+            extra = re.search(r"extra == .([\\w-]+)", requirement)
+            if extra is None or extra[1] in extras:
+                needed = re.match(r"([\\w.-]+)\\s*(?:\\[([^]]*)\\])?", requirement)
+                closure(needed[1], seen, re.findall(r"[\\w.-]+", needed[2] or ""))
     return seen
 
 with_torch = closure("torch", {"pip", "setuptools", "wheel"})

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.simulate.worlds import profile_file, topology_of
 from zmqtrain.cli.simulate import BROKEN, run_simulate
 from zmqtrain.errors import TopologyError, UsageError
+from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.server.shard import TensorEntry
+from zmqtrain.simulate.run import Options, simulate
+from zmqtrain.topology.schema import Topology
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +51,28 @@ def test_json_is_json_only(file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert run_simulate(file, json_lines=True, run_dir=tmp_path / "run") == 0
     for line in capsys.readouterr().out.splitlines():
         json.loads(line)
+
+
+def test_sigterm_interrupts_it_and_says_how_far_it_came(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(topology: Topology, *, seed: int, options: Options) -> Any:
+        def on_report(peer: str, events: list[dict[str, Any]]) -> None:
+            assert options.on_report is not None
+            options.on_report(peer, events)
+            if any(event["step"] == 5 for event in events):
+                signal.raise_signal(signal.SIGTERM)
+
+        return simulate(topology, seed=seed, options=replace(options, on_report=on_report))
+
+    monkeypatch.setattr("zmqtrain.cli.simulate.simulate", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_simulate(file, run_dir=tmp_path / "run") == INTERRUPTED
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "interrupted after" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert 0.1 < summary["seconds"] < 10
 
 
 def test_a_failing_run_says_whose_fault_it_is(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,3 +76,11 @@ def test_a_missing_library_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(UsageError, match=r"pip install pandas, or use Events\.table"):
         read(run).pandas("step")
+
+
+def test_its_text_is_short_and_says_what_the_rows_leave_out(run: Path) -> None:
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(line("sums", 9, of="step", count=7)) + '\n{"time": 1')
+    assert repr(read(run)) == (
+        f"<events in {run / 'events.jsonl'}: 2 step, 1 join, 1 sums; 7 more events are only in the sums; 1 broken line>"
+    )

@@ -73,7 +73,7 @@ async def test_what_a_callback_raises_ends_the_run_as_an_error_of_the_task() -> 
     topology = topology_of(job={"steps": 4}, compute={"groups": 1, "group_size": 1, "batch_size": 8})
     result = await run(topology, lambda peer: replace(recipe(peer), callbacks=[Bad()]))
     (error,) = [error for error in result.errors.values() if isinstance(error, TaskError)]
-    assert str(error) == "Callback.on_step() raised ZeroDivisionError: no such figure"
+    assert str(error) == "Bad.on_step() raised ZeroDivisionError: no such figure"
 
 
 def test_other_objects_are_refused() -> None:

@@ -480,7 +480,7 @@ def join(
         typer.Option("--show", help="Print the command for another machine instead. It has the run's token: keep it secret."),
     ] = False,
 ) -> None:
-    """Take part in an elastic all-reduce run that trains, with another worker on this machine, until it has ended.
+    """Add a worker on this machine to an elastic all-reduce run that is training, until the run ends.
 
     [job] max_workers says how many workers it may have. Ctrl-C leaves; the others train on.
     """

@@ -71,6 +71,10 @@ def _topology(target: str, settings: Sequence[str]) -> Topology:
     """The topology of the file, or one that has only the task."""
     if target.endswith(".toml"):
         return load_with(Path(target), settings)
+    if Path(target).is_dir():
+        run = (Path(target) / "topology.toml").is_file()
+        hint = f"; zmqtrain report {target} shows where the time of this run went" if run else ""
+        raise UsageError(f"{target} is a folder: give a topology file, or a task as FILE.py:FUNCTION{hint}")
     if settings:
         raise UsageError("--set overrides values of a topology file: give a file instead of a task")
     source = target.rpartition(":")[0] or target

@@ -13,6 +13,7 @@ from pathlib import Path
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.errors import InvariantError, SimulationError, UsageError
 from zmqtrain.launcher.run import write_pid
+from zmqtrain.launcher.signals import sigterm_interrupts
 from zmqtrain.launcher.streams import survive_closed_streams
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.observe.live import make_view
@@ -41,6 +42,7 @@ SOURCES: tuple[FaultSource, ...] = ("file", "random", "none")
 BROKEN = InvariantError.exit_code
 
 
+@sigterm_interrupts()
 def run_simulate(
     file: Path,
     *,
@@ -120,7 +122,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
         return error.exit_code
     except KeyboardInterrupt:
         view.end()
-        record.write_up(Ending("interrupted", INTERRUPTED), 0.0, {"seed": seed})
+        record.write_up(Ending("interrupted", INTERRUPTED), record.newest_s, {"seed": seed})
         return INTERRUPTED
     finally:
         (directory.path / "pid").unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from zmqtrain.cli.tune_tables import Shown
 from zmqtrain.errors import UsageError
 from zmqtrain.experiment.search import TuningRun
 from zmqtrain.experiment.tuning import require_trials
+from zmqtrain.launcher.signals import sigterm_interrupts
 from zmqtrain.launcher.streams import survive_closed_streams
 from zmqtrain.observe.sinks.make import make_sinks
 from zmqtrain.train.data_path import data_path_of
@@ -34,6 +35,7 @@ class How:
     resume: Path | None = None
 
 
+@sigterm_interrupts()
 def run_tune(
     file: Path,
     how: How,

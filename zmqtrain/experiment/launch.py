@@ -18,6 +18,7 @@ from zmqtrain.experiment.job import JobError, JobRuns, rest
 from zmqtrain.experiment.runs import Folders, LaunchedRuns
 from zmqtrain.experiment.tuning import Reporter, Tuning, again, require_trials, search_folder, searched, with_compression
 from zmqtrain.launcher.emulate import Emulation
+from zmqtrain.launcher.signals import sigterm_interrupts
 from zmqtrain.observe.run_directory import find_run
 from zmqtrain.plan.efficiency import fewest
 from zmqtrain.run.preemption import INTERRUPTED
@@ -33,6 +34,7 @@ from zmqtrain.tune.trial import Decision
 SPEED = 8
 
 
+@sigterm_interrupts()
 def launch_tuned(
     file: Path,
     topology: Topology,

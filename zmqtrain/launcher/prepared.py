@@ -213,6 +213,7 @@ def _live(life: Callable[[socket.socket], int], channel: socket.socket, parent: 
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may take it for Ctrl-C
         heed_no_preemption()
         code = life(channel)
     except SystemExit as error:

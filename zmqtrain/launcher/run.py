@@ -50,6 +50,9 @@ from zmqtrain.topology.schema import Host
 from zmqtrain.waiting import abandoned
 from zmqtrain.world import wall_s
 
+#: Sinks that take longer to begin are named: a tracking server that does not answer is tried for minutes.
+_SINKS_QUIET_S = 5.0
+
 
 class Launch:
     """One run. Make it, then ``exit_code = await launch.run()``."""
@@ -188,13 +191,16 @@ class Launch:
 
     async def _begin_sinks(self) -> None:
         """Raises `UsageError` if one cannot begin: nothing has been started then."""
-        wait_s = self._timeouts.join_s
+        wait_s, names = self._timeouts.join_s, ", ".join(self._topology.observe.to)
+        text = f"waiting up to {wait_s:g} s until {names} can take figures ([observe] to)"
+        said = asyncio.get_running_loop().call_later(_SINKS_QUIET_S, self._view.note, text)
         try:
             async with asyncio.timeout(wait_s):
                 await asyncio.gather(*map(asyncio.wrap_future, self._sinks.begin(self._record.facts())))
         except TimeoutError:
-            names = ", ".join(self._topology.observe.to)
             raise UsageError(f"[observe] to: not all of {names} were ready within {wait_s:g} s ([job] timeout)") from None
+        finally:
+            said.cancel()
 
     def _settle(self, gathered: Gathered) -> RunDescription:
         """Now that the hosts are known, place the roles, if they are not placed yet. Returns the description for the roles."""
@@ -261,6 +267,7 @@ class Launch:
         if self._topology.engine.kind != "local":
             # The terminal, or the login, is gone; the run continues.
             handlers[signal.SIGHUP] = lambda: leave_terminal(Path(os.devnull))
+        before = {number: signal.getsignal(number) for number in handlers}
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
         try:
@@ -268,6 +275,8 @@ class Launch:
         finally:
             for number in handlers:
                 loop.remove_signal_handler(number)
+                if before[number] is not None:  # loops put back the default: a search would die between two runs
+                    signal.signal(number, before[number])
 
     def _interrupt(self) -> None:
         """The first Ctrl-C stops the run with a checkpoint if possible, the second one at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from zmqtrain.errors import UsageError
 from zmqtrain.observe.run_directory import SCHEMA, VERSION, find_run, training_of
+from zmqtrain.observe.sums import SUMS
+from zmqtrain.words import counted
 
 if TYPE_CHECKING:
     import pandas
@@ -32,13 +35,24 @@ class Events:
     """The number of lines that could not be read, such as the last one of a launcher that was killed."""
     _rows: tuple[dict[str, Any], ...]
 
+    def __repr__(self) -> str:
+        kinds = Counter(row["kind"] for row in self._rows)
+        summed = sum(row["values"].get("count") or 0 for row in self.rows(SUMS))
+        return (
+            f"<events in {self.path}: {', '.join(f'{count:,} {kind}' for kind, count in kinds.most_common()) or 'none yet'}"
+            + (f"; {summed:,} more events are only in the sums" if summed else "")
+            + (f"; {counted(self.broken, 'broken line')}" if self.broken else "")
+            + ">"
+        )
+
     def rows(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The events, or those of one kind: time, host, role, rank, step, kind, and ``values``, a dictionary."""
         return [row for row in self._rows if kind is None or row["kind"] == kind]
 
     def table(self, kind: str) -> list[dict[str, Any]]:
         """The events of one kind, each in one flat dictionary: a column for each value that any of them has, ``None`` where it is
-        missing. A value with the name of a field gets the prefix ``value_``."""
+        missing. A value with the name of a field gets the prefix ``value_``. Events that the file has only in a line of kind
+        ``sums`` (docs/events.md) are not among them."""
         flat = [
             {name: row[name] for name in FIELDS}
             | {f"value_{name}" if name in FIELDS else name: value for name, value in row["values"].items()}

@@ -62,6 +62,8 @@ class RunRecord:
         """Do not show that roles fail or stop, because the user asked to stop."""
         self.stopped_at: int | None = None
         """The step before which all workers have stopped on request."""
+        self.newest_s = 0.0
+        """The time of the newest event."""
         self._clock, self._lasting = clock, lasting
         self._sinks = FanOut() if sinks is None else sinks
         self._unkept: list[int] = []  # the steps of checkpoints that could not be written
@@ -153,6 +155,7 @@ class RunRecord:
         line = line_of(peer, event, self._host_of)
         if line["kind"] == "stopped":
             self.stopped_at = event["step"]
+        self.newest_s = max(self.newest_s, line["time"])
         self._write(self._sums.add(line))
         self.summary.add(peer, line)
         self._account.add(peer, line)

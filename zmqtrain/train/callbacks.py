@@ -37,7 +37,7 @@ class Callbacks:
         """The model has made ``step`` steps."""
         for each in self._readers:
             assert self._model is not None
-            self._calls.put(("on_parameters", partial(each.on_parameters, step, self._model)))
+            self._calls.put((_name(each, "on_parameters"), partial(each.on_parameters, step, self._model)))
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
         """``values``: those of the step's event."""
@@ -55,22 +55,22 @@ class Callbacks:
             values=dict(values),
         )
         for each in self._callbacks:
-            self._calls.put(("on_step", partial(each.on_step, done)))
+            self._calls.put((_name(each, "on_step"), partial(each.on_step, done)))
 
     def eval(self, step: int, metrics: Mapping[str, float]) -> None:
         for each in self._callbacks:
-            self._calls.put(("on_eval", partial(each.on_eval, step, dict(metrics))))
+            self._calls.put((_name(each, "on_eval"), partial(each.on_eval, step, dict(metrics))))
 
     def checkpoint(self, step: int) -> None:
         for each in self._callbacks:
-            self._calls.put(("on_checkpoint", partial(each.on_checkpoint, step)))
+            self._calls.put((_name(each, "on_checkpoint"), partial(each.on_checkpoint, step)))
 
     def view(self, step: int, workers: Sequence[str]) -> None:
         """The workers that train ``step``; only changes are passed on."""
         if self._callbacks and self._workers != tuple(workers):
             self._workers = tuple(workers)
             for each in self._callbacks:
-                self._calls.put(("on_view", partial(each.on_view, step, self._workers)))
+                self._calls.put((_name(each, "on_view"), partial(each.on_view, step, self._workers)))
 
     def deliver(self) -> None:
         """Make the calls. Raises `TaskError` with what a callback raises."""
@@ -81,5 +81,10 @@ class Callbacks:
                 name, call = self._calls.get_nowait()
             except queue.Empty:
                 return
-            with user_code(f"Callback.{name}()"):
+            with user_code(name):
                 call()
+
+
+def _name(callback: Callback, hook: str) -> str:
+    """What an error says was called: a task may have several callbacks."""
+    return f"{type(callback).__name__}.{hook}()"

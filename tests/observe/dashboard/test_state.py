@@ -135,3 +135,19 @@ def test_numbers_that_json_does_not_have_are_left_out_of_curves() -> None:
 def test_a_failures_reason_does_not_repeat_whose_it_is() -> None:
     (member,) = state_of(event("failed", 0, None, 1.0, reason="worker/0 failed: no memory"))["members"]
     assert (member["state"], member["reason"]) == ("failed", "no memory")
+
+
+def test_what_an_event_says_is_for_people() -> None:
+    state = RunState()
+    state.add(event("start", 0, 0, 1.0, steps=100000, restored=False, elastic=True, data={"source": "dataset"}, lr=0.12345678))
+    state.add(event("built", 0, 1, 2.0, seconds=0.03624588, eval_loss=0.1842333, wait_s=0.5, samples_per_s=1234))
+    assert [item["text"] for item in state.feed()] == [
+        "steps 100,000, elastic, lr 0.1235",
+        "took 36.2 ms, eval loss 0.1842, wait 500 ms, samples per s 1,234",
+    ]
+
+
+def test_hosts_are_in_the_order_of_their_names() -> None:
+    hosts = ("n1", "n10", "n9", "n2")
+    joins = [event("join", rank, None, 0.0, peer=f"worker/{rank}") | {"host": host} for rank, host in enumerate(hosts)]
+    assert [place["host"] for place in state_of(*joins)["places"]] == ["n1", "n2", "n9", "n10"]

@@ -60,7 +60,7 @@ def test_prometheus(run: Path) -> None:
     sink = PrometheusSink()
     sink.begin(RunFacts("job", run, "real", {}, {"port": 0}))
     try:
-        sink.events([*STEPS, event("lost", rank=1, peer="worker/1")])
+        sink.events([*STEPS, event("lost", rank=1, peer="worker/1"), {**event("join", peer="server/0"), "role": "server"}])
         with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=PATIENCE_S) as answer:
             text = answer.read().decode()
     finally:
@@ -73,6 +73,7 @@ def test_prometheus(run: Path) -> None:
         f"zmqtrain_worker_step{labels} 2.0",
         'zmqtrain_evaluation{metric="accuracy",run="job-001"} 0.75',
         'zmqtrain_members{role="worker",run="job-001"} 1.0',
+        'zmqtrain_members_lost_total{role="server",run="job-001"} 0.0',
         'zmqtrain_members_lost_total{role="worker",run="job-001"} 1.0',
     ):
         assert line in text.splitlines(), f"{line} is not in\n{text}"

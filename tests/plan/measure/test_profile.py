@@ -209,3 +209,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_what_cannot_be_is_said_before_anything_is_measured(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         run_profile("no_such_file.py:task", **arguments)
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is a folder: give a topology file, or a task as FILE\.py:FUNCTION$"):
+        run_profile(str(tmp_path))
+    (tmp_path / "topology.toml").touch()
+    with pytest.raises(UsageError, match=f"zmqtrain report {tmp_path} shows"):
+        run_profile(str(tmp_path))

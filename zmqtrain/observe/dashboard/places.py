@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,8 @@ GONE = ("lost", "failed")
 
 
 def places(members: Iterable[Mapping[str, Any]], slow: Collection[str], group_size: int) -> list[dict[str, Any]]:
-    """For each host with workers or servers its name (``host``), whether it is ``lost`` as a whole, and its ``tiles``.
+    """For each host with workers or servers, in the order of their names, its name (``host``), whether it is ``lost`` as a whole,
+    and its ``tiles``.
 
     Args:
         members: as `zmqtrain.observe.dashboard.state.RunState.to_dict` gives them.
@@ -31,4 +33,9 @@ def places(members: Iterable[Mapping[str, Any]], slow: Collection[str], group_si
         words = [name, member["health"], "slow" if member["peer"] in slow else ""]
         tile = {"role": role, "rank": rank, "group": group, "state": member["state"], "slow": member["peer"] in slow}
         place["tiles"].append({**tile, "text": ", ".join(filter(None, words))})
-    return [place for place in found.values() if place["tiles"]]
+    return sorted((place for place in found.values() if place["tiles"]), key=lambda place: _natural(place["host"]))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Orders node2 before node10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -15,6 +15,7 @@ from zmqtrain.observe.progress import Progress
 from zmqtrain.observe.slowness import SlowNow
 from zmqtrain.observe.summary import metrics_of
 from zmqtrain.observe.sums import fields_of, mean_staleness, parts_in, parts_of
+from zmqtrain.topology.rounded import rounded_duration
 from zmqtrain.words import counted
 
 Json: TypeAlias = dict[str, Any]
@@ -116,7 +117,7 @@ class RunState:
     def _tell(self, kind: str, peer: str, step: Any, time: float, values: Mapping[str, Any]) -> None:
         text = values.get("reason") or values.get("text")
         if not text:
-            text = ", ".join(f"{key} {_told(value)}" for key, value in values.items() if not isinstance(value, dict | list))
+            text = ", ".join(filter(None, (_told(key, value) for key, value in values.items())))
         self._fed += 1
         item = {"n": self._fed, "time": time, "kind": kind, "peer": peer, "step": step, "text": str(text)[:500]}
         self._feed.append({**item, "alarm": kind in _ALARMS or str(text).startswith("warning")})
@@ -319,5 +320,18 @@ def _load(values: Mapping[str, Any]) -> Json:
     return {**rates, **{name: _number(values.get(name)) or 0.0 for name in ("busy", "waiting", "waiting_most")}}
 
 
-def _told(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _told(key: str, value: Any) -> str:
+    """A value of an event for people; empty: it tells them nothing."""
+    timed = key.endswith("_s") and not key.endswith("_per_s")
+    name = (key.removesuffix("_s") if timed else key).replace("_", " ")
+    if value is None or value is False or isinstance(value, dict | list):
+        return ""
+    if value is True:
+        return name
+    if not isinstance(value, int | float):
+        return f"{name} {value}"
+    if key == "seconds":
+        return f"took {rounded_duration(value)}"
+    if timed:
+        return f"{name} {rounded_duration(value)}"
+    return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"

@@ -99,8 +99,9 @@ class _Metrics:
             member = (role, event["rank"], str(values.get("peer")))
             (self._there.add if kind == "join" else self._there.discard)(member)
             self._members.labels(self._run, role).set(sum(each[0] == role for each in self._there))
+            lost = self._lost.labels(self._run, role)  # there from the first member on: a rate needs the 0 before the first loss
             if kind == "lost":
-                self._lost.labels(self._run, role).inc()
+                lost.inc()
                 with contextlib.suppress(KeyError):  # it has done no step
                     self._last.remove(self._run, f"{role}/{event['rank']}", event["host"])
         elif kind in ("checkpoint complete", "checkpoint failed", "checkpoint late"):

@@ -14,6 +14,7 @@ from zmqtrain.observe.sinks.base import Figures, QuietSink, RunFacts
 _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "project": str, "entity": str, "group": str, "name": str, "tags": list, "notes": str, "mode": str,
 }  # fmt: skip
+_MODES = ("online", "offline", "disabled", "shared")
 
 
 class WandbSink(QuietSink):
@@ -25,6 +26,8 @@ class WandbSink(QuietSink):
     def begin(self, run: RunFacts) -> None:
         options = run.checked_options("wandb", _OPTIONS)
         mode = options["mode"] = options.get("mode") or os.environ.get("WANDB_MODE") or "online"
+        if mode not in _MODES:
+            raise UsageError(f"[observe] to: wandb has no mode {mode!r}; choose from {', '.join(_MODES)}")
         if mode not in ("offline", "disabled") and not wandb.login(prompt=False):
             raise UsageError(
                 "[observe] to: wandb has no API key: run `wandb login`, set WANDB_API_KEY, or keep the figures on this machine "

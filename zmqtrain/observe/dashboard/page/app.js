@@ -330,7 +330,11 @@ function members(state) {
 }
 
 function servers(state) {
-  $("servers-card").hidden = !state.servers.length;
+  const card = $("servers-card"), hidden = !state.servers.length;
+  if (card.hidden !== hidden) {
+    card.hidden = hidden;
+    resizeCharts(); // the staleness beside it gets another width
+  }
   fill($("servers"), state.servers.map((server) => {
     const busy = `${Math.round(100 * server.busy)} %`;
     const waiting = `${server.waiting.toFixed(1)} (at most ${server.waiting_most})`;
