@@ -24,6 +24,10 @@ from zmqtrain.simulate.clock import VirtualLoop
 
 __all__ = ["pytest_timeout_set_timer"]  # a hook: pytest finds it here
 
+# What tests leave in cycles is small, and the modules and tests that are read first are no garbage. Python would look through new
+# objects for each 700 of them, and through all a dozen times before the first test.
+gc.set_threshold(20_000, 20, 20)
+
 settings.register_profile("fast", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fast")
 
