@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import last_words
 from tests.patience import pytest_timeout_set_timer
+from tests.rewritten import compile_share
 from zmqtrain.simulate.clock import VirtualLoop
 
 __all__ = ["pytest_timeout_set_timer"]  # a hook: pytest finds it here
@@ -56,6 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # or xdist would begin with the files of the most tests
     last_words.pytest_configure(config)
+    worker = getattr(config, "workerinput", None)  # of xdist
+    if worker is not None:
+        compile_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
