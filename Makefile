@@ -13,6 +13,9 @@ WORKERS ?= 3
 # Fixtures of a file, such as a cluster, are made once. A process that dies ends the run: xdist would wait for ever for the tests of
 # another one in its place.
 DIST := --dist loadfile --max-worker-restart 0
+# pip would compile 19,000 files, one after another, of which tests import 3,000. Python compiles what it imports, and keeps it. What
+# every process imports is compiled at once, for shells that forbid to keep what is compiled.
+INSTALL := install -q --no-compile --disable-pip-version-check
 # Tests start hundreds of processes. Each would compile the package anew where the environment forbids to keep what is compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -82,11 +85,12 @@ clean:
 $(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zmqtrain needs Python 3.11 or later: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples]'
+	$(BIN)/pip $(INSTALL) -c constraints.txt -e '.[examples]'
+	@$(BIN)/python -c 'import torch._dynamo, zmqtrain.cli.main'
 	@touch $@
 
 $(READY): $(DEMO)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[examples,dev]'
+	$(BIN)/pip $(INSTALL) -c constraints.txt -e '.[examples,dev]'
 	@touch $@
 
 $(SITE): $(DEMO)

@@ -20,9 +20,14 @@ from hypothesis import HealthCheck, settings
 
 from tests import last_words
 from tests.patience import pytest_timeout_set_timer
+from tests.rewritten import compile_share
 from zmqtrain.simulate.clock import VirtualLoop
 
 __all__ = ["pytest_timeout_set_timer"]  # a hook: pytest finds it here
+
+# What tests leave in cycles is small, and the modules and tests that are read first are no garbage. Python would look through new
+# objects for each 700 of them, and through all a dozen times before the first test.
+gc.set_threshold(20_000, 20, 20)
 
 settings.register_profile("fast", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fast")
@@ -52,6 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # or xdist would begin with the files of the most tests
     last_words.pytest_configure(config)
+    worker = getattr(config, "workerinput", None)  # of xdist
+    if worker is not None:
+        compile_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
