@@ -246,6 +246,7 @@ def test_operations_that_mean_nothing_are_refused_at_once(ranks: Ranks[Any]) -> 
             (dist.ReduceOp.BXOR, torch.float32),
             (dist.ReduceOp.MAX, torch.complex64),
             (dist.ReduceOp.AVG, torch.bool),
+            *((dist.ReduceOp.SUM, dtype) for dtype in (torch.uint16, torch.float8_e4m3fn, torch.float8_e8m0fnu)),
         ):
             with pytest.raises(TypeError):
                 group.allreduce([torch.ones(2, dtype=dtype)], options(dist.AllreduceOptions, reduceOp=op))
