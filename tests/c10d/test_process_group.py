@@ -255,6 +255,8 @@ def test_operations_that_mean_nothing_are_refused_at_once(ranks: Ranks[Any]) -> 
             group.broadcast([torch.ones(2, 2).to_sparse()])
         with pytest.raises(ValueError, match="all_gather of 3 elements"):
             group._allgather_base(torch.empty(3 * group.size() + 1), torch.ones(3))
+        with pytest.raises(ValueError, match="tags are not negative"):
+            group.recv_anysource([torch.ones(1)], -1)
         group.barrier().wait()
 
     ranks(work)

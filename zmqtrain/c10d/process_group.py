@@ -282,6 +282,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Handle:
         """Receive the next message with this tag, of any rank."""
+        _require_tag("recv", tag)
         others = [rank for rank in range(self._size_here) if rank != self._rank_here]
         return self._receive(tensors, others, tag, f"receive from any rank (tag {tag}, group {self._group_text()})")
 
@@ -363,6 +364,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return handle
 
     def _message(self, name: str, peer: int, tag: int) -> str:
+        _require_tag(name, tag)
         if not 0 <= peer < self._size_here or peer == self._rank_here:
             raise WrongCallError(
                 f"{name} rank {peer} by rank {self._rank_here} of a group of {self._size_here}: give another rank's number"
@@ -480,6 +482,11 @@ def _require_kind(name: str, tensor: Tensor, *, sparse: bool = False) -> None:
             with_memory(tensor)  # in the caller's thread, which may have to wait
         except UnsupportedError as error:
             raise UnsupportedError(f"{name} of {error}") from None
+
+
+def _require_tag(name: str, tag: int) -> None:
+    if tag < 0:
+        raise WrongCallError(f"{name} with tag {tag}: tags are not negative")
 
 
 def _require_dtype(name: str, tensors: Sequence[Tensor]) -> None:
