@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tests.patience import PATIENCE_S
 from zmqtrain.arena import shared_memory_missing
@@ -246,6 +247,7 @@ def test_operations_that_mean_nothing_are_refused_at_once(ranks: Ranks[Any]) -> 
             (dist.ReduceOp.BXOR, torch.float32),
             (dist.ReduceOp.MAX, torch.complex64),
             (dist.ReduceOp.AVG, torch.bool),
+            *((dist.ReduceOp.SUM, dtype) for dtype in (torch.uint16, torch.float8_e4m3fn, torch.float8_e8m0fnu)),
         ):
             with pytest.raises(TypeError):
                 group.allreduce([torch.ones(2, dtype=dtype)], options(dist.AllreduceOptions, reduceOp=op))
@@ -253,7 +255,39 @@ def test_operations_that_mean_nothing_are_refused_at_once(ranks: Ranks[Any]) -> 
             group.broadcast([torch.ones(2, 2).to_sparse()])
         with pytest.raises(ValueError, match="all_gather of 3 elements"):
             group._allgather_base(torch.empty(3 * group.size() + 1), torch.ones(3))
+        with pytest.raises(ValueError, match="tags are not negative"):
+            group.recv_anysource([torch.ones(1)], -1)
         group.barrier().wait()
+
+    ranks(work)
+
+
+class Elsewhere(Tensor):
+    """Its values are not in its memory, as those of a DTensor."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(function)
+
+
+def test_tensors_without_memory_of_their_own(ranks: Ranks[Any]) -> None:
+    """To read these would end the process."""
+
+    def work(group: ZmqProcessGroup) -> None:
+        freed = torch.ones(3)
+        freed.untyped_storage().resize_(0)
+        elsewhere = Tensor._make_wrapper_subclass(Elsewhere, (3,))
+        for tensor in (freed, elsewhere, torch.ones(3, device="meta"), torch._efficientzerotensor((3,))):
+            with pytest.raises(TypeError, match=r"all_reduce of a .* no memory of its own"):
+                group.allreduce([tensor])
+            with pytest.raises(TypeError, match="no memory of its own"):
+                group.allgather([[torch.empty(3) for _ in range(group.size())]], [tensor])
+            if group.size() > 1:
+                with pytest.raises(TypeError, match=r"send of a .* no memory of its own"):
+                    group.send([tensor], (group.rank() + 1) % group.size())
+        pending = AsyncCollectiveTensor(torch.ones(3))  # of a functional collective
+        group.allreduce([pending]).wait()
+        assert pending.trigger_wait().tolist() == [group.size()] * 3
 
     ranks(work)
 

@@ -14,6 +14,7 @@ from tests.c10d.test_process_group import content, groups_of, options
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d import ZmqProcessGroup
 from zmqtrain.c10d.several_hosts import TOGETHER_BYTES, SeveralHosts
+from zmqtrain.errors import PeerLostError
 
 pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
 
@@ -103,3 +104,18 @@ def test_a_program_may_resize_the_storage_of_what_was_received_and_sent(hosts: s
         list(pool.map(work, groups))
     for group in groups:
         group.shutdown()
+
+
+def test_a_process_that_ends_lets_arrive_what_it_has_sent() -> None:
+    """Its program has not destroyed the group. Others that wait for it later hear of its end at once."""
+    one, other = groups_of(2, hosts="ab")
+    late = other.allreduce([torch.ones(3)])
+    one.allreduce([torch.ones(3)]).wait()
+    transport: Any = one._transport
+    transport._at_exit()  # the interpreter, and multiprocessing's children, call it in the end
+    assert not transport._network._thread.is_alive()
+    late.wait()
+    with pytest.raises(PeerLostError, match="rank 0"):
+        other.barrier().wait()
+    one.shutdown()
+    other.shutdown()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zmqtrain.c10d.errors import WrongCallError
+from zmqtrain.c10d.errors import UnsupportedError, WrongCallError
 
 
 class Flat:
@@ -19,6 +19,7 @@ class Flat:
 
     def __init__(self, tensor: Tensor, *, write: bool = True) -> None:
         """``write``: copy back."""
+        tensor = with_memory(tensor)
         self._target, self._write = _alias(tensor), write
         here = self._target.cpu() if tensor.device.type != "cpu" else self._target
         self._whole = here.resolve_conj().resolve_neg().contiguous()
@@ -57,6 +58,22 @@ class Flats:
     def __exit__(self, *what: object) -> None:
         for flat in self._flats:
             flat.__exit__(*what)
+
+
+def with_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, or what a pending result of torch's functional collectives becomes, once it has come.
+
+    Raises `UnsupportedError` if there is no memory with its values: torch would end the process where these are read.
+    """
+    if tensor.data_ptr() or not tensor.numel():
+        return tensor
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        come: Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
+        return come
+    kind = "tensor" if type(tensor) is Tensor else type(tensor).__name__
+    raise UnsupportedError(
+        f"a {kind} on {tensor.device} that has no memory of its own: pass the tensor with its values, as to_local() of a DTensor"
+    )
 
 
 def _alias(tensor: Tensor) -> Tensor:

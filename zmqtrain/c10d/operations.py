@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ def reduction_of(operation: Any, dtype: torch.dtype, size: int) -> Reduction:
         raise UnsupportedError(f"{kind} is defined for integers and booleans, not for {dtype}")
     if combine in (torch.minimum, torch.maximum) and dtype.is_complex:
         raise UnsupportedError(f"{kind} is not defined for {dtype}")
+    if not _computes(combine, dtype):
+        raise UnsupportedError(f"torch does not compute {kind} of {dtype} on processors: convert the tensor to another type before")
     if kind == dist.ReduceOp.AVG:
         if dtype is torch.bool:
             raise UnsupportedError("the average of booleans is not a boolean: use SUM of an integer tensor, and divide the result")
@@ -62,3 +65,14 @@ def reduction_of(operation: Any, dtype: torch.dtype, size: int) -> Reduction:
         state: Any = operation.__getstate__()  # the only access to the factor
         return Reduction(str(kind), combine, before=lambda own: own * state[1])
     return Reduction(str(kind), combine)
+
+
+@cache
+def _computes(combine: Combine, dtype: torch.dtype) -> bool:
+    """Whether torch has this function for this type: it stores more types than it computes with."""
+    one = torch.empty(1, dtype=dtype, device="cpu")
+    try:
+        combine(one, one, out=torch.empty_like(one))
+    except RuntimeError:
+        return False
+    return True

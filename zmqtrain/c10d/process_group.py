@@ -22,7 +22,7 @@ from torch._C._autograd import _profiler_enabled
 from zmqtrain.c10d.descriptor import Descriptor, checksum
 from zmqtrain.c10d.eager import never_compiled
 from zmqtrain.c10d.errors import UnsupportedError, WrongCallError, of_torch
-from zmqtrain.c10d.flat import Flat, Flats
+from zmqtrain.c10d.flat import Flat, Flats, with_memory
 from zmqtrain.c10d.operations import Reduction, reduction_of
 from zmqtrain.c10d.order import PROGRAM, Following, next_call
 from zmqtrain.c10d.sparse import add_sparse
@@ -266,6 +266,8 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Handle:
         self._require_open("send")
+        for tensor in tensors:
+            _require_kind("send", tensor)
         what = self._message("send to", to, tag)
 
         def do() -> None:
@@ -280,6 +282,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Handle:
         """Receive the next message with this tag, of any rank."""
+        _require_tag("recv", tag)
         others = [rank for rank in range(self._size_here) if rank != self._rank_here]
         return self._receive(tensors, others, tag, f"receive from any rank (tag {tag}, group {self._group_text()})")
 
@@ -306,7 +309,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Handle:
         reductions = [reduction_of(operation, tensor.dtype, self._size_here) for tensor in tensors]
         for tensor in tensors:
-            _require_layout(name, tensor, sparse=root is None)
+            _require_kind(name, tensor, sparse=root is None)
             if tensor.is_sparse and reduction_of(operation, tensor.dtype, 1).name != str(dist.ReduceOp.SUM):
                 raise WrongCallError(f"{name} of a sparse tensor: only SUM is defined, not {operation}")
 
@@ -342,7 +345,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._require_open("recv")
         if len(tensors) != 1:
             raise WrongCallError(f"a receive of {len(tensors)} tensors: one message has one")
-        _require_layout("recv", tensors[0])
+        _require_kind("recv", tensors[0])
         if not sources:
             raise WrongCallError("a receive from any rank: there is no other rank in the group")
         handle, flat = Handle(tensors, what), Flat(tensors[0])
@@ -361,6 +364,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return handle
 
     def _message(self, name: str, peer: int, tag: int) -> str:
+        _require_tag(name, tag)
         if not 0 <= peer < self._size_here or peer == self._rank_here:
             raise WrongCallError(
                 f"{name} rank {peer} by rank {self._rank_here} of a group of {self._size_here}: give another rank's number"
@@ -406,7 +410,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Handle:
         self._require_open(name)
         for tensor in (*tensors, *reads):
-            _require_layout(name, tensor, sparse=name.startswith("all_reduce"))
+            _require_kind(name, tensor, sparse=name.startswith("all_reduce"))
         stream, number = next_call(self, self._count.__next__)
         what = f"{name} (operation {number} of {'a callback, ' * (stream != PROGRAM)}group {self._group_text()})"
         before = self.callbacks or stream != PROGRAM
@@ -468,11 +472,21 @@ class _Call:
         self.begin(parts[0].dtype, numels[0] if len(set(numels)) == 1 else -1, detail=(*numels, *detail))
 
 
-def _require_layout(name: str, tensor: Tensor, *, sparse: bool = False) -> None:
+def _require_kind(name: str, tensor: Tensor, *, sparse: bool = False) -> None:
     if tensor.layout is not torch.strided and not (sparse and tensor.layout is torch.sparse_coo):
         raise UnsupportedError(
             f"{name} of a tensor with layout {tensor.layout}: the zmq backend supports dense tensors, and sums of sparse_coo"
         )
+    if tensor.layout is torch.strided:
+        try:
+            with_memory(tensor)  # in the caller's thread, which may have to wait
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{name} of {error}") from None
+
+
+def _require_tag(name: str, tag: int) -> None:
+    if tag < 0:
+        raise WrongCallError(f"{name} with tag {tag}: tags are not negative")
 
 
 def _require_dtype(name: str, tensors: Sequence[Tensor]) -> None:

@@ -8,6 +8,8 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.util import Finalize
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -43,6 +45,8 @@ _LENGTH = struct.Struct("<H")
 _REFUSED = b"!"
 #: How long a message that does not fit waits for the reason, in seconds.
 COMPARE_S = 2.0
+#: How long a process that ends waits for what it has sent to arrive, while nothing arrives.
+LEAVE_S = 5.0
 _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 
 
@@ -60,11 +64,15 @@ class NetworkThread:
         """Await ``work`` on the loop; block until it is done. Returns its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
-    def close(self) -> None:
-        """End the loop and the thread."""
+    def stop(self) -> None:
+        """End the thread. Nothing may be called any more."""
         self.call(self.loop.shutdown_default_executor())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
+
+    def close(self) -> None:
+        """End the loop and the thread."""
+        self.stop()
         self.loop.close()
 
 
@@ -101,6 +109,9 @@ class SeveralHosts:
         self._more = ""
         self._surplus: dict[int, deque[tuple[int, Tensor]]] = {}  # rank -> messages that came while another rank's was taken
         self._all_ranks = network.call(self._make_groups())
+        # Programs end without destroying their group, and nobody here waits for what a rank says of its last operation. Run at the
+        # end of the interpreter, and of what `multiprocessing` has forked, which ends without it.
+        self._at_exit: Any = Finalize(None, self._leave, exitpriority=0)
 
     async def _make_groups(self) -> Group:
         place = self._own.index(self._rank)
@@ -241,7 +252,18 @@ class SeveralHosts:
         flat.copy_(contents[first])
         return first
 
+    def _leave(self) -> None:
+        """The process ends: let what it has sent arrive, and end the thread, which must not run while the interpreter ends."""
+        with suppress(Exception):  # nobody is left who could be told
+            self._network.call(self._node.finish(timeout=LEAVE_S))
+        with suppress(Exception):
+            self._network.call(self._node.close())
+        self._network.stop()
+
     def close(self, error: Exception | None = None) -> None:
+        if not self._at_exit.still_active():
+            return
+        self._at_exit.cancel()
         try:
             if error is None:
                 self._network.call(self._node.finish(timeout=self._timeout_s))
