@@ -15,9 +15,11 @@ class CountedEndpoint:
         self.endpoint = endpoint
         self.sizes: dict[tuple[PeerId, Tag], list[int]] = {}
 
-    async def send(self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0, lasting: bool = False) -> Sent:
+    async def send(
+        self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0, lasting: bool = False, control: bool = False
+    ) -> Sent:
         self.sizes.setdefault((to, tag), []).append(payload.nbytes)
-        return await self.endpoint.send(to, tag, payload, priority=priority, lasting=lasting)
+        return await self.endpoint.send(to, tag, payload, priority=priority, lasting=lasting, control=control)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.endpoint, name)

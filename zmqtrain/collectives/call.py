@@ -17,6 +17,10 @@ from zmqtrain.wire.payload import Payload
 #: The last bytes that a call sends are copied, since waiting for their acknowledgement at the end (a round trip, and the time for
 #: which an endpoint collects acknowledgements) would take longer. Earlier ones have been acknowledged by then.
 COPY_BYTES = 512 * 1024
+#: A call that sends no more than this in all sends it over the control lane. On the bulk lane it would wait for all that is on its
+#: way there, however urgent it is: statistics of a batch norm, for which a step stands still, behind megabytes of weight gradients,
+#: for which it does not. At 1 Gbit/s so many bytes delay a heartbeat by half a millisecond.
+SMALL_BYTES = 64 * 1024
 #: After a piece of this many bytes other tasks get a turn.
 YIELD_BYTES = 64 * 1024
 
@@ -36,6 +40,7 @@ class Call:
         self._tag = group.tag(tag)
         self._priority = priority
         self._to_send = to_send
+        self._small = 0 < to_send <= SMALL_BYTES
         self._limit = limit
         self._outbox: deque[tuple[int, Payload, bool]] = deque()
         self._posted = asyncio.Event()
@@ -88,7 +93,8 @@ class Call:
                 await self._posted.wait()
                 continue
             to, part, lent = self._outbox.popleft()
-            sent = await self._endpoint.send(self.group.members[to], self._tag, part, priority=self._priority)
+            peer = self.group.members[to]
+            sent = await self._endpoint.send(peer, self._tag, part, priority=self._priority, control=self._small)
             if lent:
                 self._lent.append(sent)
             while self._lent and self._lent[0].released:

@@ -67,7 +67,9 @@ class Endpoint(Protocol):
         """Announce a peer's address. A send to it connects on demand. May be called again with a new address after a restart."""
         ...
 
-    async def send(self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0, lasting: bool = False) -> Sent:
+    async def send(
+        self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0, lasting: bool = False, control: bool = False
+    ) -> Sent:
         """Queue a message; returns once it is queued under the receiver's byte credit.
 
         The payload's memory must not change until the returned handle is released (or until a message from the peer proves that
@@ -75,6 +77,9 @@ class Endpoint(Protocol):
 
         ``lasting``: the memory does not change until the peer has answered that it has *used* it, so a peer that shares the memory
         need not copy it.
+
+        ``control``: over the control lane, as values go, where it waits for no tensor that is on its way. For small tensors that a
+        peer stands still for. A message waits until those before it of its tag have arrived, if they go over the other lane.
         """
         ...
 

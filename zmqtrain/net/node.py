@@ -62,11 +62,13 @@ class Node:
         if peer != self.peer:
             self._board.add_peer(peer, address)
 
-    async def send(self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0, lasting: bool = False) -> Delivery:
+    async def send(
+        self, to: PeerId, tag: Tag, payload: Payload, *, priority: int = 0, lasting: bool = False, control: bool = False
+    ) -> Delivery:
         tag = tuple(tag)
         if not tag or (isinstance(tag[0], str) and tag[0].startswith("@")):
             raise ValueError(f"invalid tag {tag!r}: tags must not be empty, and those that begin with '@' are reserved")
-        link, message = self._enqueue(to, tag, payload, priority, lasting=lasting)
+        link, message = self._enqueue(to, tag, payload, priority, lasting=lasting, control=control)
         if not message.admitted:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             message.on_admitted = lambda: None if turn.done() else turn.set_result(None)
@@ -203,7 +205,15 @@ class Node:
         await self.close()
 
     def _enqueue(
-        self, to: PeerId, tag: Tag, payload: Payload, priority: int, *, exempt: bool = False, lasting: bool = False
+        self,
+        to: PeerId,
+        tag: Tag,
+        payload: Payload,
+        priority: int,
+        *,
+        exempt: bool = False,
+        lasting: bool = False,
+        control: bool = False,
     ) -> tuple[Link, Outgoing]:
         self._check_open(f"room for {tag} to {to}")
         if to == self.peer:
@@ -215,7 +225,7 @@ class Node:
         packed = packed_value(payload, limits) if type(payload) is ValuePayload and not header.nbytes else None
         label = pack_label(header, limits, packed)
         link = self._board.demand(to, f"room for {tag}")
-        message = Outgoing(header, frames, priority, exempt=exempt, lasting=lasting, label=label)
+        message = Outgoing(header, frames, priority, exempt=exempt, lasting=lasting, control=control, label=label)
         link.outbox.put(message)
         self._board.touch(link)
         return link, message

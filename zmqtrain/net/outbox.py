@@ -17,11 +17,6 @@ from zmqtrain.wire.message import PHANTOM, Header
 
 CONTROL = 0
 BULK = 1
-#: A tensor of at most so many bytes, and at most this part of a piece, goes over the control lane, too. On the bulk lane it would wait
-#: for all that is on its way there, however urgent it is: statistics of a batch norm, for which a step stands still, behind megabytes
-#: of weight gradients, for which it does not.
-SMALL_BYTES = 32 << 10
-SMALL_PART = 32
 #: What messages without a body refer to.
 _NO_BODY: Final = memoryview(b"")
 #: In place of an empty queue: see `zmqtrain.net.lane`. Nothing is ever added to it.
@@ -63,6 +58,7 @@ class Outgoing:
         *,
         exempt: bool = False,
         lasting: bool = False,
+        control: bool = False,
         label: bytes | None = None,
     ) -> None:
         self.header = header
@@ -78,7 +74,7 @@ class Outgoing:
         self.beyond = exempt
         """Needs no credit from now on."""
         self.wanted_by_topic = False
-        self.lane = CONTROL if not header.nbytes and header.kind == "value" else BULK
+        self.lane = CONTROL if control or (not header.nbytes and header.kind == "value") else BULK
         self.order = 0
         self.number = 0
         self.offset = 0
@@ -145,8 +141,6 @@ class Outbox:
         """Add a message. ``message.admitted`` says whether there was room; if not, ``on_admitted`` will be called."""
         message.order = self._orders = self._orders + 1
         tag = message.tag
-        if message.header.nbytes <= min(SMALL_BYTES, self.chunk_bytes // SMALL_PART):
-            message.lane = CONTROL
         if message.lane == CONTROL and self._busy_lane(tag) == BULK:
             message.lane = BULK  # it must not overtake the tensor before it
         queue = self.queues.get(tag)

@@ -37,7 +37,7 @@ class NetSettings:
     window_bytes: int = 16 * MIB
     """The most bytes of one sender that are stored here, on the bulk lane, before any receive asks for them."""
     control_window_bytes: int = MIB
-    """The same for values and small tensors, on the control lane."""
+    """The same for small values on the control lane."""
     outbox_bytes: int = 16 * MIB
     """The number of bytes queued for one peer beyond which ``send`` waits."""
     chunk_bytes: int = MIB
