@@ -1,8 +1,9 @@
 """``python -m benchmarks parallel``: divided models on emulated hosts at 1 Gbit/s, beside what the planner predicts of them.
 
-Halos of a VGG block, with overlap and without; the communication of five plans; a step of a network of large linear layers by its
-plan, beside pure batch parallelism; and steps of ResNet-18 and of a transformer by several plans. The models' own code runs without
-content, its operators take a modelled device's time, and as many bytes travel as tensors would have.
+The part ``layers``: halos of a VGG block, with overlap and without; the communication of five plans; a step of a network of large
+linear layers by its plan, beside pure batch parallelism. The others, each with so many hosts: steps of ResNet-18, VGG-11, a
+transformer and a perceptron by several plans. The models' own code runs without content, its operators take a modelled device's
+time, and as many bytes travel as tensors would have.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.case import Case, case_of
 from benchmarks.processes import Place, run_processes
 from zmqtrain.collectives.choose import ALPHA_S
 from zmqtrain.data.background import BackgroundThread, Condition
-from zmqtrain.errors import ZmqTrainError
+from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation, ShapingKind, emulated
 from zmqtrain.net.loop import Dilation, dilation_of
 from zmqtrain.net.node import Node
@@ -50,6 +51,10 @@ LATENCY_S = 200e-6
 DILATION = 20.0
 #: For models whose own code takes long beside what it stands for: so many times slower still.
 PLANS_DILATION = 3
+#: Plans whose steps are predicted to take longer, in seconds, are left out: in slow motion they would take an hour.
+LONGEST_S = 1.0
+#: ``layers``, and the numbers of hosts.
+PARTS = ("layers", "2", "4", "8")
 #: The first step of a trial waits for connections, and is left out.
 STEPS = 3
 WARM = 1
@@ -81,8 +86,11 @@ def vgg_block() -> nn.Module:
 
 def alexnet() -> nn.Module:
     """AlexNet with linear layers of 1,024: 14 million parameters."""
-    model = models.alexnet()
-    inputs = 256 * 6 * 6
+    return _narrow(models.alexnet(), 256 * 6 * 6)
+
+
+def _narrow(model: nn.Sequential, inputs: int) -> nn.Sequential:
+    """With linear layers of 1,024 before the last one; the first has so many inputs."""
     for index, layer in enumerate(model):
         if isinstance(layer, nn.Linear):
             outputs = 1000 if layer.out_features == 1000 else 1024
@@ -94,6 +102,16 @@ def alexnet() -> nn.Module:
 def perceptron() -> nn.Module:
     """Large linear layers: 29 million parameters."""
     return nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
+
+
+def small_perceptron() -> nn.Module:
+    """Linear layers of half that width: 8 million parameters."""
+    return nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1000))
+
+
+def vgg11() -> nn.Module:
+    """VGG-11 for images of 64 x 64, with linear layers of 1,024: 13 million parameters."""
+    return _narrow(models.vgg11(), 512 * 2 * 2)
 
 
 def transformer() -> nn.Module:
@@ -108,6 +126,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "AlexNet": (alexnet, (3, 224, 224)),
     "perceptron": (perceptron, (2048,)),
     "ResNet-18": (models.resnet18, (3, 64, 64)),
+    "VGG-11": (vgg11, (3, 64, 64)),
+    "small perceptron": (small_perceptron, (1024,)),
     "transformer": (transformer, (64, 256)),
 }
 #: Operations a second of the modelled device.
@@ -133,23 +153,27 @@ class Work:
     trial: Trial
 
 
-def bench_parallel(*, dilation: float = DILATION, shaping: ShapingKind = "paced", steps: int = STEPS) -> Iterator[Case]:
-    """A case for each figure, with what the planner predicted as its peer. Raises `ZmqTrainError` where a process fails."""
+def bench_parallel(
+    parts: Sequence[str] = PARTS, *, dilation: float = DILATION, shaping: ShapingKind = "paced", steps: int = STEPS
+) -> Iterator[Case]:
+    """A case for each figure, with what the planner predicted as its peer.
+
+    Raises `UsageError` for an unknown part, and `ZmqTrainError` where a process fails."""
+    unknown = set(parts) - set(PARTS)
+    if unknown:
+        raise UsageError(f"benchmark parallel has no part {min(unknown)}; it has {', '.join(PARTS)}")
 
     def measured(work: Sequence[Work], dilation: float) -> list[list[Tried]]:
         return asyncio.run(_measured([replace(each, trial=replace(each.trial, steps=steps)) for each in work], dilation, shaping))
 
-    parts: list[_Halos | _Communication | _Step] = [
-        _Halos(2, dilation),
-        _Halos(4, dilation),
-        _Communication(dilation),
-        _Step(dilation),
-    ]
-    for part in parts:
+    layers: list[_Halos | _Communication | _Step] = []
+    if "layers" in parts:
+        layers = [_Halos(2, dilation), _Halos(4, dilation), _Communication(dilation), _Step(dilation)]
+    for part in layers:
         yield from part.cases(measured(part.work, dilation))
     slower = dilation * PLANS_DILATION
-    for model in ("ResNet-18", "transformer"):
-        for hosts in (2, 4):
+    for hosts in (int(part) for part in parts if part != "layers"):
+        for model in ("ResNet-18", "VGG-11", "transformer", "small perceptron"):
             compared = _Plans(model, hosts, slower)
             yield from compared.cases([each for work in compared.work for each in measured([work], slower)])
 
@@ -229,7 +253,8 @@ class _Plans:
             f"{model} on {hosts} hosts",
             _problem(model, 8 * hosts, hosts, dilation, flops=FLOPS, overlap=1.0),
         )
-        self._plans = plans(self._problem)
+        found = plans(self._problem)
+        self._plans = {name: how for name, how in found.items() if _price(self._problem, how).step_s <= LONGEST_S}
         self.work = [Work(model, Trial(how.layers[0].grid, how, 8 * hosts, FLOPS)) for how in self._plans.values()]
 
     def cases(self, found: Sequence[Sequence[Tried]]) -> Iterator[Case]:
@@ -316,7 +341,8 @@ async def _measured(work: Sequence[Work], dilation: float, shaping: ShapingKind)
             namespace = "" if engine.namespaces is None else engine.namespaces.namespace_of(role.host)
             places.append(Place(settings, emulation.dilation, namespace))
         todo = [(peer, (peers, tuple(work))) for peer in peers]
-        of_each = await asyncio.to_thread(run_processes, todo, _role, places)
+        patience_s = PATIENCE_S + dilation * LONGEST_S * sum(2 * each.trial.steps for each in work)
+        of_each = await asyncio.to_thread(run_processes, todo, _role, places, patience_s)
     return [list(tried) for tried in zip(*of_each, strict=True)]
 
 

@@ -44,8 +44,10 @@ def run_processes(
     work: Sequence[tuple[PeerId, Work]],
     role: Callable[[Node, Work], Awaitable[Result]],
     places: Sequence[Place] | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> list[Result]:
     """Await ``role(node, work)`` for each peer in a process of its own; what each returned. ``places``: one for each.
+    ``patience_s``: how long a process may take until it is up, and for its work.
 
     ``role`` must be importable, and the work and results plain values. Raises `ZmqTrainError` when a process fails.
     """
@@ -59,10 +61,10 @@ def run_processes(
         for process, (_, theirs) in zip(processes, pipes, strict=True):
             process.start()
             theirs.close()
-        addresses = {peer: _hear(pipe) for (peer, _), (pipe, _) in zip(work, pipes, strict=True)}
+        addresses = {peer: _hear(pipe, patience_s) for (peer, _), (pipe, _) in zip(work, pipes, strict=True)}
         for pipe, _ in pipes:
             pipe.send(addresses)
-        results: list[Result] = [_hear(pipe) for pipe, _ in pipes]
+        results: list[Result] = [_hear(pipe, patience_s) for pipe, _ in pipes]
         for process in processes:
             process.join(PATIENCE_S)
         return results
@@ -73,14 +75,14 @@ def run_processes(
                 process.join()
 
 
-def _hear(pipe: Connection) -> Any:
+def _hear(pipe: Connection, patience_s: float) -> Any:
     """What a process says next. Raises where it ended instead, or says nothing."""
     try:
-        if pipe.poll(PATIENCE_S):
+        if pipe.poll(patience_s):
             return pipe.recv()
     except EOFError:
         raise ZmqTrainError("a process of the benchmark ended early; its traceback stands above") from None
-    raise ZmqTrainError(f"a process of the benchmark said nothing for {PATIENCE_S:g} s")
+    raise ZmqTrainError(f"a process of the benchmark said nothing for {patience_s:g} s")
 
 
 def _process(peer: PeerId, work: Work, role: Callable[[Node, Work], Awaitable[Result]], place: Place, pipe: Connection) -> None:

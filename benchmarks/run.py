@@ -19,7 +19,7 @@ NAMES = (
     "coordinator", "soak", "failures", "quality", "compression",
 )  # fmt: skip
 #: Those of which parts may be run alone.
-DIVIDED = ("cluster", "efficiency", "merged", "soak", "quality", "compression")
+DIVIDED = ("cluster", "efficiency", "merged", "soak", "quality", "compression", "parallel")
 
 
 def run_bench(
@@ -109,6 +109,10 @@ def _in_parts(
         from benchmarks import compression
 
         return compression.bench_compression(parts, data=data)
+    if name == "parallel":
+        from benchmarks import parallel
+
+        return parallel.bench_parallel(parts or parallel.PARTS)
     if name == "merged":
         from benchmarks import merged
 
