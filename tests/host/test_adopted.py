@@ -244,6 +244,49 @@ def test_a_gap_in_the_kernels_list_is_looked_at_again(gaps: int, found: bool, mo
     assert adopted._ordinary(PAGE, 3 * PAGE) is found
 
 
+@pytest.mark.parametrize("change", [lambda flat: flat.untyped_storage().resize_(8 * NUMEL), lambda flat: flat.share_memory_()])
+def test_pages_that_a_storage_has_left_are_not_shared_with_what_is_forked(change: Callable[[Tensor], object]) -> None:
+    """They are the allocator's: what a forked process allocates first may lie there. In a process that keeps them to itself."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            adoptions, flat = Adoptions(256 * MIB), torch.ones(NUMEL)
+            seen = [adopt(adoptions, flat) is not None, len(shared_mappings())]
+            change(flat)
+            adoptions.sweep()
+            code = 0 if seen == [True, 1] and not shared_mappings() else 2 if seen == [False, 0] else 1
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == 2:
+        pytest.skip("this process has no ordinary memory for the tensor: moved storages may have left adopted pages")
+    assert code == 0
+
+
+def test_nothing_is_lost_that_is_written_while_pages_become_private(make: Make) -> None:
+    flat = torch.frombuffer(mmap.mmap(-1, 4 * NUMEL, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float32)
+    found = adopt(make(), flat)
+    assert found is not None
+    began, stop, counts = threading.Event(), threading.Event(), []
+
+    def write() -> None:
+        while not stop.is_set():
+            flat.add_(1)
+            counts.append(1)
+            began.set()
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    try:
+        assert began.wait(20)
+        adopted._make_private(found.address, found.nbytes, found.file)
+    finally:
+        stop.set()
+        thread.join()
+    assert bool((flat == len(counts)).all())
+
+
 def test_others_only_read(make: Make) -> None:
     adoptions = make()
     flat = torch.arange(NUMEL, dtype=torch.float32)

@@ -8,10 +8,12 @@ Nothing else may notice, so this is done for ordinary memory only (private, anon
 
 * As long as pages are adopted, a reference keeps their storage alive, so the allocator never gets them back: once nobody else
   refers to it, ordinary pages take their place, and the reference goes (`Adoptions.sweep`, before each use).
-* A storage that gets other memory (``resize_``, ``share_memory_``) is noticed by its address. The pages are then the allocator's,
-  and they work as others do; other processes do not read them any more. They stay shared pages, so a tensor that the allocator
-  places there later is never adopted: its sums go through the window. (Ordinary pages cannot take their place, since other threads
-  may be writing there. Storages that have mappings of their own, in glibc from 32 MiB on at the latest, leave nothing behind.)
+* A storage that gets other memory (``resize_``, ``share_memory_``) is noticed by its address. The pages are then the allocator's;
+  other processes do not read them any more. Other threads may be writing there, so they cannot be copied; they are mapped privately
+  in place of shared, which loses nothing (`_make_private`). A forked process must not share them: the first thing that it allocates
+  may lie there, and would be written into this process's heap. A tensor that the allocator places there later is never adopted: its
+  sums go through the window. (Storages that have mappings of their own, in glibc from 32 MiB on at the latest, leave nothing
+  behind.)
 * A forked process gets ordinary pages with the content at the time of the fork. Pages that are shared would show it what this
   process writes, and this process what the child writes. What forks without Python's knowledge, and runs on without ``exec``, has
   no such pages at all, and ends when it touches them.
@@ -163,6 +165,8 @@ class Adoptions:
     def _sweep(self) -> None:
         for key, each in list(self._ranges.items()):
             if not each.in_place():
+                with suppress(OSError):
+                    _make_private(each.address, each.nbytes, each.file)
                 self._drop(key)
             elif torch._C._storage_Use_Count(each.storage._cdata) == 1:
                 with suppress(OSError):  # no memory for now
@@ -344,11 +348,23 @@ def _covered(first: int, last: int) -> bool | None:
     return None
 
 
-def _map(address: int, nbytes: int, flags: int, file: int) -> None:
+def _map(address: int, nbytes: int, flags: int, file: int, offset: int = 0) -> None:
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    if _libc.mmap(address, nbytes, access, flags | _FIXED, file, 0) == _FAILED:
+    if _libc.mmap(address, nbytes, access, flags | _FIXED, file, offset) == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def _make_private(address: int, nbytes: int, file: int) -> None:
+    """Map the pages of ``file`` privately that are mapped shared there, if they still are. Any thread may write to them meanwhile.
+
+    What was written before is in the file's pages, of which a private mapping copies one when it is written to the next time. So
+    each write is seen afterwards, whether it came before or after."""
+    inode = str(os.fstat(file).st_ino)
+    for mapping in list(_mappings("maps")):
+        first, last = max(mapping.start, address), min(mapping.end, address + nbytes)
+        if first < last and mapping.adopted and mapping.inode == inode:
+            _map(first, last - first, mmap.MAP_PRIVATE, file, first - address)
 
 
 def _empty(file: int, nbytes: int) -> None:
