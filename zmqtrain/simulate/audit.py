@@ -59,7 +59,6 @@ class Auditor:
         self._pushed: dict[tuple[PeerId, int], list[int]] = {}  # the number of steps of each group in each piece of a server
         self._gone: set[tuple[PeerId, int]] = set()  # server, group: the server no longer waits for the group
         self._resting: set[tuple[PeerId, int]] = set()  # those of them that may push again
-        self._without: set[tuple[int, int, int]] = set()  # groups that had no batch from one step up to another
         self._entered: dict[tuple[PeerId, int], int] = {}  # the first step of a group that came late
         self._entries: set[tuple[PeerId, int, int]] = set()  # all of these: a push may count after its group was lost and is back
         self._steps: Counter[tuple[PeerId, int]] = Counter()
@@ -231,15 +230,9 @@ class Auditor:
 
     def _check_staleness(self, server: PeerId, piece: int, counts: Sequence[int], values: Mapping[str, Any]) -> None:
         exchange = self._topology.exchange
-        there = {group: count for group, count in enumerate(counts) if (server, group) not in self._gone}
-        counts = list(there.values())
+        counts = [count for group, count in enumerate(counts) if (server, group) not in self._gone]
         if exchange.policy == "sync":
-            # In the last steps of a run of epochs there may be nothing left for some. If a group gets something after that, other
-            # pieces are still updated without it.
-            most = max(counts, default=0)
-            short = [(group, count, most) for group, count in there.items() if count < most]
-            self._without.update(each for each in short if self._had_no_part(*each))
-            if not self._without.issuperset(short):
+            if len(set(counts)) > 1:
                 self.note(f"{server} has applied piece {piece} for some groups only: {counts} steps, in synchronous training")
         # A group may be ahead of the slowest by the bound, plus the step that it was allowed to begin.
         elif exchange.policy == "bound" and (ahead := max(counts, default=0) - min(counts, default=0)) > (exchange.bound or 0) + 1:
