@@ -353,14 +353,17 @@ class ModelServerExchange:
 
     async def leave(self) -> None:
         plan = None if self._members is None else self._members.slots
-        since = [] if plan is None else [plan.eras[-1].since]  # now: a change meanwhile may leave this worker something to train
+        era = None if plan is None else plan.eras[-1]
         if self._beside is not None:
             self._beside.rests = True
             await self._beside.give()
         if self._own_team is not None:  # servers must not wait for a team that they have not let in yet
             await self._own_team.entered()
         if self._replica is not None:
-            await self._ask_servers("left", *since)
+            if plan is not None and self.synchronous:
+                era = plan.eras[-1]
+            # Otherwise the era until now: a change meanwhile may have left this worker something to train.
+            await self._ask_servers("left", *([] if era is None else [era.since]))
 
     async def stop(self, *, failed: bool = False) -> None:
         """Tell the servers that this worker has finished. Call `settle` first; pending transfers are abandoned, so that a run that

@@ -270,14 +270,11 @@ class Auditor:
                 step = int(event["step"])
                 self._steps[peer, step] += 1
                 self._samples[step] += int(values["samples"])
-            elif event.get("kind") == "start" and not event.get("step"):
+            elif event.get("kind") == "start" and self._slots is not None and not event.get("step"):
                 job, steps = self._topology.job, values.get("steps")
                 first = peer not in self._lost  # one that came late counts the steps of those that are there then
                 if first and job.steps is None and job.until is None and isinstance(steps, int):
-                    batches = steps * self._placement.groups
-                    self._ledger.total = batches * self._topology.compute.batch_size
-                    if self._slots is not None:
-                        self._slots.total = batches
+                    self._slots.total = steps * self._placement.groups
             elif event.get("kind") == "stopped":
                 self.stopped_at = int(event["step"])
             elif event.get("kind") == "finish":
@@ -340,9 +337,7 @@ class Auditor:
             for found in self._slots.verdict(profile):
                 self.note(found)
         if not corrupted and self._topology.simulation.payload == "small" and not self._first:
-            if self.stopped_at is not None:
-                self._ledger.total = None
-            for found in self._ledger.wrong(self._lost):
+            for found in self._ledger.wrong(self._lost, whole=self.stopped_at is None):
                 self.note(found)
         twice = [f"step {step} of group {group}" for (_, group, step), times in self._merged.items() if times > 1]
         if twice:

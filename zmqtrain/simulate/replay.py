@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from zmqtrain.data.division import Span, length_of, merged
+from zmqtrain.data.partition import Partition
 from zmqtrain.merged_fc.profile_phases import worker_profile
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.placement import Placement
@@ -24,8 +25,7 @@ class Ledger:
 
     def __init__(self, topology: Topology, placement: Placement) -> None:
         self._topology, self._placement = topology, placement
-        self.total: int | None = None
-        """The number of samples after which training ends, if that is known."""
+        self._total: int | None = None
         self._stated: dict[int, dict[PeerId, tuple[PeerId, ...]]] = {}
         self._counted: dict[int, tuple[PeerId, ...]] = {}
         self._begun: dict[int, set[PeerId]] = {}
@@ -58,9 +58,10 @@ class Ledger:
         """The run's model is that of these members, and has these parameters."""
         self._models[peer] = values, members
 
-    def wrong(self, lost: Collection[PeerId]) -> Iterator[str]:
+    def wrong(self, lost: Collection[PeerId], *, whole: bool = True) -> Iterator[str]:
         """What is wrong with a run that has ended well. ``lost``: workers that were lost; the last one may have completed a step by
-        itself that the others gave up."""
+        itself that the others gave up. Not ``whole``: it was stopped before its end."""
+        self._total = self._samples_due() if whole else None
         for step, stated in sorted(self._stated.items()):
             stayed = {peer: members for peer, members in stated.items() if peer not in lost} or stated
             first = next(iter(stayed))
@@ -118,9 +119,18 @@ class Ledger:
             known = sum(max(0, min(stop, last) - max(start, first)) for first, last in late)
             if start < min(stop, sure) and known < stop - start:
                 yield f"the samples from {start} up to {stop} count nowhere"
-        lacking = 0 if self.total is None else self.total - length_of(spans)
+        lacking = 0 if self._total is None else self._total - length_of(spans)
         if every == 1 and lacking >= len(self._placement.everyone):  # fewer are no step for all workers
-            yield f"{lacking} of {self.total} samples count nowhere"
+            yield f"{lacking} of {self._total} samples count nowhere"
+
+    def _samples_due(self) -> int | None:
+        """The number of samples that are trained in all, if the number of epochs says so: however many workers divide a step."""
+        job, compute = self._topology.job, self._topology.compute
+        if job.steps is not None or job.until is not None:
+            return None
+        samples = worker_profile(self._topology).samples
+        each = Partition(samples, self._placement.groups, self._placement.group_size, compute.batch_size, 0, "none")
+        return (job.epochs or 1) * each.steps_per_epoch * each.step_samples
 
     def _placement_peers(self) -> list[PeerId]:
         return [worker.peer for worker in self._placement.everyone]

@@ -110,7 +110,9 @@ class Participant:
         await self.members.settled()
         plan = self.members.slots or self.members.division
         assert plan is not None
-        if more():  # others have left something while this worker's last step was under way
+        # Others may have left something while this worker's last step was under way. In synchronous training it rests even so: it
+        # has had no part in a step that the others are about to end, or have ended.
+        if more() and not self.exchange.synchronous:
             return None
         era = plan.eras[-1]
         await self.exchange.leave()  # until others take part, and after that again
