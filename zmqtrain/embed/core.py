@@ -217,7 +217,7 @@ class Core:
                 overlap=overlap,
                 served=served,
                 weight=self._weight,
-                samples=lambda: self._share[0] if self._share else None,
+                share=lambda: self._share,
                 ended=self._step_ended,
                 warn=lambda text: self.context.recorder.event("warning", step=self._step, text=text),
                 call_back=self.callbacks.deliver,

@@ -42,6 +42,7 @@ from zmqtrain.errors import TaskError
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.train.hooks import OwnHook
 from zmqtrain.train.loss_graph import not_a_mean, watch_backward
+from zmqtrain.train.loss_sums import HIDDEN, hidden, summed
 from zmqtrain.train.loss_trial import MOST_OUTPUTS, OF_SAMPLES, Constants, constants_of, couples, foreign_parameters, rows_of
 from zmqtrain.train.own_samples import buffers_warning, differing_buffers, own_buffers
 from zmqtrain.train.replica import TorchReplica
@@ -76,7 +77,7 @@ class Replicated:
         overlap: bool | None,
         served: bool,
         weight: Callable[..., float],
-        samples: Callable[[], int | None],
+        share: Callable[[], tuple[int, int] | None],
         ended: Callable[[int, float, float], None],
         warn: Callable[[str], None],
         call_back: Callable[[], None],
@@ -89,7 +90,7 @@ class Replicated:
 
         ``overlap``: see `zmqtrain.embed.session.Session.replicate`. ``served``: model servers run the optimizer. ``weight()``: the
         weight of this worker's gradient in its group; the group's weights add up to 1. ``weight(any_share=True)``: one that will be
-        divided out. ``samples()``: the number of those in this worker's last batch, if it is known.
+        divided out. ``share()``: the number of samples in this worker's last batch, and in its group's, if known.
         ``ended(step, seconds, exposed_s)`` is called after each step, on the loop's thread, where ``warn(text)`` is called, too;
         ``call_back()`` in the caller's. ``stops(step)``: whether the run must stop before this step; then ``stop()``, in the
         caller's thread, ends the session and raises, now and at any later call. ``wait`` waits for a coroutine in the caller's
@@ -101,6 +102,7 @@ class Replicated:
         self._served = served
         self._stops, self._stop, self._call_back, self._warn = stops, stop, call_back, warn
         self._stopped = False
+        self._remarks: set[str] = set()  # each is given once
         self._divided = divided
         self._opened: Callable[[], AbstractContextManager[None]] = nullcontext if divided is None else divided.guard.opened
         # Of these, workers have parts: what is compared between all is the rest.
@@ -125,7 +127,7 @@ class Replicated:
         self._weights = (0.0, 0.0)  # overlapped: sum and norm of a sample of them then
         self._only_adding = False  # within accumulating()
         self._means = True  # losses are means over samples
-        self._samples = samples
+        self._share = share
         self._constants = Constants()  # of this step's losses
         self._outputs: list[Tensor] = []  # of forwards since the last backward, while losses are tried
         self._foreign: dict[int, nn.Parameter] = {}  # what losses depend on, besides the model's; compared once
@@ -256,9 +258,28 @@ class Replicated:
             self._trials -= 1
             own = frozenset(map(id, self.replica.parameters))
             self._foreign |= {id(each): each for each in foreign_parameters(loss, own)}
-            if couples(loss, outputs):
-                raise TaskError(f"this loss is not a mean over this worker's samples: {OF_SAMPLES}")
+            if why := summed(loss, outputs, self._batches(outputs), read=read) or (OF_SAMPLES if couples(loss, outputs) else ""):
+                raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
+            if hidden(loss):
+                self._bridge.loop.call_soon_threadsafe(self._remark, HIDDEN)
         self._constants.add(constants_of(loss, self._samples(), read=read))
+
+    def _samples(self) -> int | None:
+        return share[0] if (share := self._share()) else None
+
+    def _batches(self, outputs: list[Tensor]) -> set[int]:
+        """The numbers of samples of this worker's group and of all groups, if it has as many as the last of these outputs."""
+        if not outputs:
+            return set()
+        of_group = share[1] if (share := self._share()) else len(outputs[-1]) * self.scope.group.size // self.scope.groups
+        return {of_group, of_group * self.scope.groups}
+
+    def _remark(self, text: str) -> None:
+        """Warn once of something that need not be wrong. On the loop's thread."""
+        if text not in self._remarks:
+            self._remarks.add(text)
+            if self.scope.group.rank == 0:
+                self._warn(text)
 
     def _after_forward(self, model: nn.Module, inputs: Any, named: Any, output: Any) -> None:
         """Keep what the loss may be computed of, as long as losses are tried."""
@@ -615,7 +636,10 @@ class Replicated:
         hold = [state.holds]
 
         async def agree() -> None:
-            hold[0] = await self.scope.agree(state)
+            agreed = await self.scope.agree(state)
+            hold[0] = agreed.holds
+            if agreed.remark:
+                self._remark(agreed.remark)
 
         async def both() -> None:
             await together(self.exchange.end_step(), agree())

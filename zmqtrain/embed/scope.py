@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.errors import TaskError
-from zmqtrain.train.loss_trial import DIFFERENT_CONSTANTS, Constants
+from zmqtrain.train.loss_trial import DIFFERENT_CONSTANTS, DIFFERENT_SCALES, Constants
 from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
@@ -50,14 +51,24 @@ class Scope:
         await self.sum([TensorPayload.of(values)])
         return [float(value) for value in values]
 
-    async def agree(self, state: StepState) -> bool:
-        """Raise `TaskError` unless all have the same gradients, weights and settings. Returns whether any ``holds``."""
+    async def agree(self, state: StepState) -> Agreed:
+        """Raise `TaskError` unless all have the same gradients, weights and settings."""
         if self.alone:
-            return state.holds
+            return Agreed(state.holds)
         mine = state.numbers()
         sums = await self.sum_numbers(*mine)
-        state.check([total / self.group.size for total in sums], mine)
-        return sums[0] > 0
+        means = [total / self.group.size for total in sums]
+        state.check(means, mine)
+        return Agreed(sums[0] > 0, state.remark(means, mine))
+
+
+class Agreed(NamedTuple):
+    """What all workers know after a step."""
+
+    holds: bool
+    """Whether any of them needs held gradients."""
+    remark: str = ""
+    """What this one has other than they, and may be meant so; empty for nothing."""
 
 
 @dataclass(slots=True)
@@ -85,11 +96,12 @@ class StepState:
         """The state as numbers, for `check`."""
         sums = (*self.gradients, *self.weights, *self.others)
         constants = self.constants
-        return [float(self.holds), self.step, self.settings, self.without, *sums, constants.kinds, constants.value]
+        compared = (constants.kinds, constants.value, constants.scale)
+        return [float(self.holds), self.step, self.settings, self.without, *sums, *compared]
 
     def check(self, means: Sequence[float], mine: Sequence[float]) -> None:
         """Raise `TaskError` if the workers differ. ``means``: the means of all workers' `numbers`. ``mine``: this worker's."""
-        _, step, settings, without, *sums, kinds, constants = (mean - own for mean, own in zip(means, mine, strict=True))
+        _, step, settings, without, *sums, kinds, constants, _ = (mean - own for mean, own in zip(means, mine, strict=True))
         if step:
             raise TaskError(
                 f"this worker is at step {self.step}, but others are not: all workers must call optimizer.step() equally often"
@@ -125,6 +137,11 @@ class StepState:
                 "nn.Module, with one optimizer for all of it; or average these gradients before its step, by "
                 'session.all_reduce(p.grad, "mean"), and begin with the same values'
             )
+
+    def remark(self, means: Sequence[float], mine: Sequence[float]) -> str:
+        """What differs between the workers and may be meant so, in words; empty for nothing."""
+        *_, kinds, _, scale = (mean - own for mean, own in zip(means, mine, strict=True))
+        return DIFFERENT_SCALES if not kinds and abs(scale) > 1e-5 * abs(self.constants.scale) else ""
 
     def _apart(self, difference: float, of: tuple[float, float]) -> bool:
         return abs(difference) > self.tolerance * (abs(of[0]) + abs(of[1]))

@@ -134,10 +134,8 @@ def _picks_samples(node: Node | None, left: int = MOST_PICKED) -> bool:
 def _picks_rows(node: Any) -> bool:
     """Whether the choice is made along the first dimension, or among all elements."""
     shape = tuple(node._saved_self_sym_sizes if hasattr(node, "_saved_self_sym_sizes") else node._saved_self.shape)
-    dims = getattr(node, "_saved_dim", None)
-    signed = [dim - 2**64 if dim > 2**63 else dim for dim in ([dims] if isinstance(dims, int) else dims or ())]
-    along_rows = not signed or any(dim % max(1, len(shape)) == 0 for dim in signed)
-    return along_rows and bool(shape) and shape[0] > 1
+    dims = dims_of(node)
+    return (not dims or 0 in dims) and bool(shape) and shape[0] > 1
 
 
 def of_weights(node: Node, left: int = 8) -> bool:
@@ -152,6 +150,30 @@ def of_weights(node: Node, left: int = 8) -> bool:
         if any(child is None for child, _ in node.next_functions) and any(isinstance(f, Tensor) and f.ndim for f in factors):
             return False
     return all(of_weights(child, left - 1) for child, _ in node.next_functions if child is not None)
+
+
+def is_without_rows(node: Node, left: int = 8) -> bool:
+    """Whether this is computed, element by element, of means over samples or of several losses, so that no row is a sample's."""
+    children = children_of(node)
+    if any(kind_of(child) == "Stack" or is_of_the_batch(child) for child in children):
+        return True
+    through = [child for child in children if kind_of(child) in ADDS | SCALES | BENDS]
+    return left > 0 and any(is_without_rows(child, left - 1) for child in through)
+
+
+def is_of_the_batch(node: Node | None) -> bool:
+    """Whether this is a mean or a sum over the first dimension, and not over all."""
+    while node is not None and kind_of(node) in ("Unsqueeze", "Squeeze", "View", "Reshape", "UnsafeView", "ToCopy", "Expand"):
+        node = node.next_functions[0][0]
+    return node is not None and kind_of(node) in ("Mean", "Sum") and 0 in tuple(getattr(node, "_saved_dim", None) or ())
+
+
+def dims_of(node: Any) -> list[int]:
+    """The dimensions that an operation reduces, counted from the first one; empty for all."""
+    dims = getattr(node, "_saved_dim", None)
+    signed = [dim - 2**64 if dim > 2**63 else dim for dim in ([dims] if isinstance(dims, int) else dims or ())]
+    shape = node._saved_self_sym_sizes if hasattr(node, "_saved_self_sym_sizes") else node._saved_self.shape
+    return [dim % max(1, len(shape)) for dim in signed]
 
 
 def kind_of(node: Node) -> str:

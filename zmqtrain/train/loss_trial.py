@@ -11,6 +11,7 @@ same on all workers, unless each computes it of its own samples (`constants_of`)
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,26 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from zmqtrain.data.nested import leaves
-from zmqtrain.train.loss_graph import ADDS, BENDS, MEAN, MOST_NODES, SCALES, children_of, kind_of, leaves_of, of_weights
+from zmqtrain.train.loss_graph import (
+    ADDS,
+    BENDS,
+    MEAN,
+    MOST_NODES,
+    children_of,
+    is_of_the_batch,
+    is_without_rows,
+    kind_of,
+    leaves_of,
+    of_weights,
+)
 
 #: A constant with more elements is not compared.
 MOST_ELEMENTS = 4096
 #: Of so many outputs of forwards the second derivatives are looked at.
 MOST_OUTPUTS = 8
+
+#: The kind of a constant that a whole loss is multiplied by.
+SCALE = "scale"
 
 OF_SAMPLES = (
     "each sample's gradient depends on other samples of the batch (a loss of pairs, of correlations, or of the batch's own mean), "
@@ -39,6 +54,11 @@ DIFFERENT_CONSTANTS = (
     "load of experts). Give the sum and its weight: session.backward(total, weight), with the number of those that count "
     '(docs/sessions.md, Losses); or average such a statistic with session.all_reduce(value, "mean") before it is used; if each '
     "worker's own loss is meant, write session.backward(loss * n, n) for its n samples"
+)
+DIFFERENT_SCALES = (
+    "the workers multiply their losses by different numbers. That is right if each draws its own at random (mixup). If each "
+    "computes it of its own samples, it is another one than that of the whole batch: average it first, with "
+    'session.all_reduce(value, "mean")'
 )
 
 
@@ -106,11 +126,18 @@ class Constants:
     kinds: int = 0
     """A checksum of what they are: workers whose losses have other terms are not compared."""
     value: float = 0.0
+    """What must be the same on all workers."""
+    scale: float = 0.0
+    """The numbers that losses are multiplied by. They may differ if they are drawn at random, so workers warn only."""
 
     def add(self, found: Sequence[tuple[str, float]]) -> None:
         for kind, value in found:
             self.kinds = zlib.crc32(kind.encode(), self.kinds)
-            self.value += value * (1.0 + self.kinds % 1021 / 1021)
+            weighted = value * (1.0 + self.kinds % 1021 / 1021)
+            if kind == SCALE:
+                self.scale += weighted
+            else:
+                self.value += weighted
 
 
 def counts_of(loss: Tensor, samples: int) -> list[tuple[str, float]]:
@@ -149,7 +176,7 @@ class _Walk:
             return
         if kind == "Mean" and not hasattr(node, "_saved_dim"):
             count = int(node._saved_self_sym_numel)  # type: ignore[attr-defined]
-            self.found.append((kind, count if of_weights(node) or _is_without_rows(node) else self._count(count)))
+            self.found.append((kind, count if of_weights(node) or is_without_rows(node) else self._count(count)))
         elif kind in ("Div", "Mul", "Dot"):
             self._of_factor(node, kind)
         elif kind not in ADDS | BENDS | {"Mean", "Sum", "Stack", "Rsub"}:
@@ -181,7 +208,9 @@ class _Walk:
                 self._keep("divisor", node._saved_other)
         elif one is None or other is None:
             factor = (node._saved_tensor if kind == "Dot" else node._saved_other) if other is None else node._saved_self
-            if isinstance(factor, Tensor) and factor.ndim and _is_of_the_batch(one or other):
+            if isinstance(factor, Tensor) and not factor.ndim:
+                self._keep(SCALE, factor)
+            elif isinstance(factor, Tensor) and is_of_the_batch(one or other):
                 self._keep("factor", factor)
 
     def _keep(self, kind: str, value: Tensor) -> None:
@@ -189,20 +218,8 @@ class _Walk:
             return
         exact = value.detach().double().reshape(-1)
         total = float(_mixture(exact) if exact.numel() > 1 else exact.sum())
+        if kind == SCALE:
+            if not total or not math.isfinite(total):
+                return
+            total = 1 / self._count(round(1 / total, 6))  # the inverse of the number of samples is a divisor, too
         self.found.append((kind, self._count(total) if kind == "divisor" else total))
-
-
-def _is_without_rows(node: Node, left: int = 8) -> bool:
-    """Whether this is computed, element by element, of means over samples or of several losses, so that no row is a sample's."""
-    children = children_of(node)
-    if any(kind_of(child) == "Stack" or _is_of_the_batch(child) for child in children):
-        return True
-    through = [child for child in children if kind_of(child) in ADDS | SCALES | BENDS]
-    return left > 0 and any(_is_without_rows(child, left - 1) for child in through)
-
-
-def _is_of_the_batch(node: Node | None) -> bool:
-    """Whether this is a mean or a sum over the first dimension, and not over all."""
-    while node is not None and kind_of(node) in ("Unsqueeze", "Squeeze", "View", "Reshape", "UnsafeView", "ToCopy", "Expand"):
-        node = node.next_functions[0][0]
-    return node is not None and kind_of(node) in ("Mean", "Sum") and 0 in tuple(getattr(node, "_saved_dim", None) or ())

@@ -54,8 +54,8 @@ CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
 
 
 @row(
-    'class weights, `ignore_index`, `reduction="sum"`, a root of a mean, a mean over some samples, the hardest samples, '
-    "pairs of samples: `loss.backward()`",
+    'class weights, `ignore_index`, `reduction="sum"`, a root of a mean, a sum that is divided by a fixed number, a mean over some '
+    "samples, a quotient of sums (Dice), the hardest samples, pairs of samples: `loss.backward()`",
     refused="not a mean over this worker's samples",
 )
 def weighted_without(loop: Loop) -> None:
