@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import get_worker_info
 
+from zmqtrain.data.seeding import seed_torch
+
 #: Functions that take a generator.
 _DRAWS = frozenset(
     {
@@ -93,7 +95,7 @@ def _drawing(seed: Sequence[int], restore: bool) -> Iterator[None]:
     random.seed(int(state[0]))
     np.random.seed(int(state[1]))
     if get_worker_info() is not None:
-        torch.manual_seed(int(state[2]))  # nothing else draws in a loader process
+        seed_torch(int(state[2]))  # nothing else draws in a loader process
     try:
         with OwnDraws(int(state[2])):
             yield

@@ -20,6 +20,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.bridge import Bridge
+from zmqtrain.data.seeding import seed_torch
 from zmqtrain.data.source import Shard
 from zmqtrain.embed.device import CallersDevice
 from zmqtrain.embed.feed import Feed, StreamFeed, make_feed
@@ -100,7 +101,7 @@ class Core:
         self.closed = False
         may_not_stop(context.endpoint, "there is no replicated model yet")
         self._halted: PeerLostError | None = None
-        torch.manual_seed(context.topology.job.seed)
+        seed_torch(context.topology.job.seed)
         context.membership.on_halt(self._halt)
 
     @cached_property

@@ -24,29 +24,25 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.embed.gradients import MIXED, GoneGradient, Watch, WatchedGradient, plain
 from zmqtrain.embed.guards import LOCAL, Guards, check_hooks, checksum, settings_of
+from zmqtrain.embed.loss_watch import Batches, LossWatch
 from zmqtrain.embed.other_loops import OtherLoops
+from zmqtrain.embed.other_optimizers import OtherOptimizers
 from zmqtrain.embed.scope import Scope, StepState, sum_and_norm, tolerance_of
 from zmqtrain.embed.whole_gradients import WholeGradients
 from zmqtrain.errors import TaskError
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.train.hooks import OwnHook
-from zmqtrain.train.loss_graph import not_a_mean, watch_backward
-from zmqtrain.train.loss_sums import HIDDEN, hidden, summed
-from zmqtrain.train.loss_trial import MOST_OUTPUTS, OF_SAMPLES, Constants, constants_of, couples, foreign_parameters, rows_of
 from zmqtrain.train.own_samples import buffers_warning, differing_buffers, own_buffers
 from zmqtrain.train.replica import TorchReplica
-from zmqtrain.train.step import STEPS_LOOKED_AT
 from zmqtrain.train.weighting import LOSSES_TRIED
 from zmqtrain.waiting import together
 
@@ -125,20 +121,14 @@ class Replicated:
         self._zeroed = "no"
         self._settings: int = 0  # of the optimizer when this step's backward began
         self._weights = (0.0, 0.0)  # overlapped: sum and norm of a sample of them then
-        self._only_adding = False  # within accumulating()
-        self._means = True  # losses are means over samples
+        self._losses = LossWatch(
+            replica.model, replica.parameters, batches=self._batches, is_own_thread=self._is_own_thread, remark=self._remark_soon
+        )
         self._share = share
-        self._constants = Constants()  # of this step's losses
-        self._outputs: list[Tensor] = []  # of forwards since the last backward, while losses are tried
-        self._foreign: dict[int, nn.Parameter] = {}  # what losses depend on, besides the model's; compared once
-        self._trials = 0 if scope.alone or divided is not None else LOSSES_TRIED
-        self._stepped: WeakSet[Optimizer] = WeakSet()  # other optimizers that have made steps since the last of this one
-        self._stepped_before: WeakSet[Optimizer] = WeakSet()
-        self._before_other = first_step  # the step when another optimizer began its own
+        self._optimizers = OtherOptimizers(self, replica.optimizer, replica.parameters, self._is_own_thread)
         self._version = sum(parameter._version for parameter in replica.parameters)
         self._thread = 0  # where the model's last forward was
-        self._looks = STEPS_LOOKED_AT  # so many losses are looked at, if that means waiting for a device
-        self._updating = False  # the replica runs the local optimizer
+        self.is_updating = False  # the replica runs the local optimizer
         self._updated = False  # a closure has run it already
         self._begun = -1  # the exchange's current step; on the loop's thread
         self._began_s = bridge.loop.time()
@@ -159,11 +149,11 @@ class Replicated:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """A backward in here only adds to the gradients; the last one of a step must be outside."""
-        self._only_adding = True
+        self._losses.only_adding = True
         try:
             yield
         finally:
-            self._only_adding = False
+            self._losses.only_adding = False
 
     def whole(self, what: str) -> list[nn.Parameter]:
         """The parameters with complete gradients, for ``what``. Raises `TaskError` if gradients have been sent already."""
@@ -217,11 +207,8 @@ class Replicated:
         if self._divided is not None:  # workers with the same samples have all been counted
             share = self._divided.weight
             sums = [each / self._divided.rows for each in sums]
-        self._means = False
-        try:
+        with self._losses.weighted_by_the_user():
             (total * (self.scope.groups / sums[1] / share if share else 0.0)).backward()  # type: ignore[no-untyped-call]
-        finally:
-            self._means = True
         return float(sums[0] / sums[1])
 
     # Hooks, for the gradients of a backward and for its end.
@@ -232,47 +219,19 @@ class Replicated:
         self._undo.append(forward.remove)
         self._adopt()
         if not self.scope.alone:
-            self._undo.append(register_optimizer_step_pre_hook(self._other_steps).remove)
-            self._undo.append(register_optimizer_step_post_hook(self._other_stepped).remove)
+            self._undo += self._optimizers.attach()
         if not self.scope.alone and self._divided is None:
-            self._undo.append(watch_backward(self._look_at))
-            keep = replica.model.register_forward_hook(OwnHook(self._after_forward), with_kwargs=True)
-            self._undo.append(keep.remove)
+            self._undo += self._losses.attach()
         for name, parameter in replica.named.items():
             hook = parameter.register_hook(OwnHook(partial(self._arriving, name, parameter)))  # type: ignore[no-untyped-call]
             self._undo.append(hook.remove)
 
-    def _look_at(self, loss: Tensor, gradient: Tensor | None) -> None:
-        """A backward of ``loss`` comes next, in the thread of some session."""
-        if threading.get_ident() != self._thread:
-            return
-        outputs, self._outputs = self._outputs, []
-        if not self._means:
-            return
-        read = loss.device.type == "cpu" or self._looks > 0
-        if read:
-            self._looks -= 1
-            if why := not_a_mean(loss, gradient):
-                raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
-        if self._trials and loss.numel() == 1 and not self._only_adding:
-            self._trials -= 1
-            own = frozenset(map(id, self.replica.parameters))
-            self._foreign |= {id(each): each for each in foreign_parameters(loss, own)}
-            if why := summed(loss, outputs, self._batches(outputs), read=read) or (OF_SAMPLES if couples(loss, outputs) else ""):
-                raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
-            if hidden(loss):
-                self._bridge.loop.call_soon_threadsafe(self._remark, HIDDEN)
-        self._constants.add(constants_of(loss, self._samples(), read=read))
+    def _batches(self) -> Batches:
+        own, of_group = self._share() or (None, None)
+        return Batches(own, of_group, self.scope.group.size // self.scope.groups, self.scope.groups)
 
-    def _samples(self) -> int | None:
-        return share[0] if (share := self._share()) else None
-
-    def _batches(self, outputs: list[Tensor]) -> set[int]:
-        """The numbers of samples of this worker's group and of all groups, if it has as many as the last of these outputs."""
-        if not outputs:
-            return set()
-        of_group = share[1] if (share := self._share()) else len(outputs[-1]) * self.scope.group.size // self.scope.groups
-        return {of_group, of_group * self.scope.groups}
+    def _remark_soon(self, text: str) -> None:
+        self._bridge.loop.call_soon_threadsafe(self._remark, text)
 
     def _remark(self, text: str) -> None:
         """Warn once of something that need not be wrong. On the loop's thread."""
@@ -280,36 +239,6 @@ class Replicated:
             self._remarks.add(text)
             if self.scope.group.rank == 0:
                 self._warn(text)
-
-    def _after_forward(self, model: nn.Module, inputs: Any, named: Any, output: Any) -> None:
-        """Keep what the loss may be computed of, as long as losses are tried."""
-        if not self._trials or not torch.is_grad_enabled() or model._backward_hooks or model._backward_pre_hooks:
-            return
-        samples = self._samples()
-        first = next((each for each in (*inputs, *named.values()) if isinstance(each, Tensor)), None)
-        if samples is None and first is not None and first.ndim in (2, 4):
-            samples = len(first)  # features and images: the first dimension is the samples'
-        if samples is not None and len(self._outputs) < MOST_OUTPUTS:
-            self._outputs += rows_of(output, samples)
-
-    def _other_steps(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        if optimizer is not self.replica.optimizer and threading.get_ident() == self._thread:
-            self._before_other = self.step
-
-    def _other_stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        if optimizer is self.replica.optimizer or threading.get_ident() != self._thread:
-            return
-        self._stepped.add(optimizer)
-        if self._updating or self.step != self._before_other:  # the replicated one calls it, or is called by it
-            return
-        own = set(map(id, self.replica.parameters))
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise TaskError(
-                f"the step() of another optimizer ({type(optimizer).__name__}) than the one that was given to session.replicate() "
-                "has changed the model's parameters, and the other workers do not know of that step. Give session.replicate() the "
-                "optimizer whose step() is called, and keep it: an optimizer cannot be replaced in a session, but its settings in "
-                "optimizer.param_groups can"
-            )
 
     def require_steps(self) -> None:
         """Raise `TaskError` if the loop trains without ``optimizer.step()``."""
@@ -322,16 +251,15 @@ class Replicated:
             )
 
     def _of_others(self) -> tuple[float, float]:
-        """Sum and norm of what other optimizers train, for those that have made steps before: others may be of a single batch. Once
-        also of other parameters that losses depend on, which may be trained by hand."""
-        now, self._stepped = self._stepped, WeakSet()
-        lasting = [optimizer for optimizer in now if optimizer in self._stepped_before]
-        self._stepped_before |= now
-        tensors = [p.detach() for optimizer in lasting for group in optimizer.param_groups for p in group["params"]]
+        """Sum and norm of what other optimizers train; in one step also of other parameters that losses depend on, which may be
+        trained by hand."""
+        tensors = self._optimizers.lasting()
         if self.step == self.first_step + LOSSES_TRIED:
-            foreign, self._foreign = self._foreign, {}
-            tensors += [parameter.detach() for parameter in foreign.values()]
+            tensors += [parameter.detach() for parameter in self._losses.take_foreign_parameters()]
         return sum_and_norm(tensors) if tensors else (0.0, 0.0)
+
+    def _is_own_thread(self) -> bool:
+        return threading.get_ident() == self._thread
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         self._bridge.check_thread("the forward of a replicated model")
@@ -387,7 +315,7 @@ class Replicated:
             raise TaskError(MIXED)
         replica.divisor = divisor
         self._adding = True
-        self._leaving = not self._only_adding and self.exchange.exchanges(self.step)
+        self._leaving = not self._losses.only_adding and self.exchange.exchanges(self.step)
         replica.begin_backward(last=self._leaving)
         # Now, because servers may answer with the next parameters while backward is running.
         self._guards.check(sampled=True)
@@ -409,10 +337,10 @@ class Replicated:
     def _end_backward(self) -> None:
         self._in_backward = False
         if self.held:
-            self._backwards += not self._only_adding
+            self._backwards += not self._losses.only_adding
             if self._backwards == BACKWARDS_WITHOUT_STEP:
                 self.require_steps()
-            self._whole.end_backward(self._weight(), only_adding=self._only_adding)
+            self._whole.end_backward(self._weight(), only_adding=self._losses.only_adding)
             return
         for name, parameter in self.replica.named.items():
             if parameter.grad is not None:
@@ -428,7 +356,7 @@ class Replicated:
 
         @wraps(step_before)
         def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            if self._updating:
+            if self.is_updating:
                 return None if self._updated else step_before()
             if self._divided is not None and not self._stopped:
                 self._divided.meet("optimizer.step()", [self.step])
@@ -478,15 +406,15 @@ class Replicated:
         self._guards.check(sampled=self.held)
         state = StepState(self.step, settings=checksum(settings_of(replica.optimizer)), tolerance=self._tolerance)
         state.others = self._of_others()
-        state.constants, self._constants = self._constants, Constants()
+        state.constants = self._losses.take_constants()
         own = self._end_held(state) if self.held else self._end_overlapped(state)
         exposed_s = replica.waited_s
         waited = self._bridge.loop.time()
-        self._updating = True
+        self.is_updating = True
         try:
             hold = self._wait(self._exchange(state), "optimizer.step()")
         finally:
-            self._updating = False
+            self.is_updating = False
         if self._returns:
             replica.take_all()
         now = self._bridge.loop.time()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -68,26 +68,19 @@ def drawing(seed: int, devices: list[int]) -> Iterator[None]:
     """Torch's generators begin with ``seed``, of the processor and these CUDA devices; afterwards they are as they were."""
     import torch
 
+    from zmqtrain.data.seeding import seed_torch
+
     with turn(), torch.random.fork_rng(devices=devices, enabled=bool(devices)):
         before = generator_state()
         if not _THREAD.drawing:
             _THREAD.outside = before
         _THREAD.drawing += 1
         try:
-            seeded(seed, devices)
+            seed_torch(seed, devices)
             yield
         finally:
             _THREAD.drawing -= 1
             torch.set_rng_state(before if _THREAD.drawing or _THREAD.outside is None else _THREAD.outside)
-
-
-def seeded(seed: int, devices: Iterable[int]) -> None:
-    """What ``torch.manual_seed`` does, which takes a stack trace at each call for devices that are not used yet."""
-    import torch
-
-    torch.default_generator.manual_seed(seed)
-    for device in devices:
-        torch.cuda.default_generators[device].manual_seed(seed)
 
 
 @contextmanager

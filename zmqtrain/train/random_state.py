@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zmqtrain.data.seeding import seed_torch
 from zmqtrain.parallel.turns import generator_state, turn
 from zmqtrain.train.device.accelerator import accelerator_of
 
@@ -21,7 +22,7 @@ def seed_everything(seed: int, rank: int | None = None) -> None:
     state = [int(word) for word in sequence.generate_state(3, np.uint64)]
     random.seed(state[0])
     np.random.seed(state[1] % 2**32)
-    torch.manual_seed(state[2] % 2**63)  # also seeds CUDA devices
+    seed_torch(state[2] % 2**63)
 
 
 @contextmanager
@@ -32,7 +33,8 @@ def drawn_alike(device: torch.device, seed: Sequence[int]) -> Iterator[None]:
     with turn():
         before = generator_state()
         on_device = None if accelerator is None else accelerator.random_state(device)
-        torch.manual_seed(int(np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)[0]) % 2**63)
+        word = int(np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)[0])
+        seed_torch(word % 2**63, () if accelerator is None else None)
         try:
             yield
         finally:

@@ -16,9 +16,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from zmqtrain.data.seeding import seed_torch
 from zmqtrain.parallel.model.dropout import keep
 from zmqtrain.parallel.placed.model import step_seed
-from zmqtrain.parallel.turns import generator_state, seeded
+from zmqtrain.parallel.turns import generator_state
 
 _CHANNELS = (functional.dropout1d, functional.dropout2d, functional.dropout3d)
 
@@ -44,7 +45,7 @@ def drawing_alike(model: nn.Module, seed: int, step: int) -> Iterator[dict[str, 
 
     def begin(module: nn.Module, inputs: Any) -> None:
         saved.append(_states(model))
-        seeded(step_seed(seed, step), saved[-1][1])
+        seed_torch(step_seed(seed, step), saved[-1][1])
 
     def end(module: nn.Module, inputs: Any, output: Any) -> None:
         _restore(saved.pop())

@@ -1,0 +1,133 @@
+"""Whether the losses of a script's own loop are means over its worker's samples.
+
+A worker's gradient is weighted by its share of the group's samples, which is right only if its loss is their mean. So each loss is
+looked at before its backward: by its operations (`zmqtrain.train.loss_graph`), in the first steps by second derivatives and by what
+it sums (`zmqtrain.train.loss_sums`), and by its constants, which workers compare at the end of the step
+(`zmqtrain.train.loss_trial`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zmqtrain.errors import TaskError
+from zmqtrain.train.hooks import OwnHook
+from zmqtrain.train.loss_graph import not_a_mean, watch_backward
+from zmqtrain.train.loss_sums import HIDDEN, hidden, summed
+from zmqtrain.train.loss_trial import MOST_OUTPUTS, OF_SAMPLES, Constants, constants_of, couples, foreign_parameters, rows_of
+from zmqtrain.train.step import STEPS_LOOKED_AT
+from zmqtrain.train.weighting import LOSSES_TRIED
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The numbers of samples in the last batch."""
+
+    own: int | None
+    """This worker's; ``None`` if the loop has chosen them itself."""
+    of_group: int | None
+    """Those of its group, likewise."""
+    workers: int
+    """In a group."""
+    groups: int
+    """Those that make each step together."""
+
+    def wholes(self, samples: int) -> set[int]:
+        """The samples of the group and of all groups, if this worker has ``samples``."""
+        of_group = self.of_group or samples * self.workers
+        return {of_group, of_group * self.groups}
+
+
+class LossWatch:
+    """Watches the losses of one replicated model. Nothing happens before `attach`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        *,
+        batches: Callable[[], Batches],
+        is_own_thread: Callable[[], bool],
+        remark: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            parameters: those of ``model`` that are trained.
+            batches: returns what is known of the last batch.
+            is_own_thread: returns whether the calling thread is the one that runs ``model``. Sessions in other threads of the
+                process have losses of their own.
+            remark: called with what the user should know of a loss that need not be wrong.
+        """
+        self._model, self._batches, self._is_own_thread, self._remark = model, batches, is_own_thread, remark
+        self._own = frozenset(map(id, parameters))
+        #: Within `zmqtrain.embed.replicated.Replicated.accumulating`: second derivatives are not tried there.
+        self.only_adding = False
+        self._are_means = True
+        self._constants = Constants()  # of this step's losses
+        self._outputs: list[Tensor] = []  # of the forwards since the last backward, while losses are tried
+        self._foreign: dict[int, nn.Parameter] = {}
+        self._trials = LOSSES_TRIED  # how many more losses are differentiated twice
+        self._reads = STEPS_LOOKED_AT  # how many more losses are looked at if that means waiting for a device
+
+    def attach(self) -> list[Callable[[], None]]:
+        """Begin to watch. Returns the functions that end it."""
+        keep = self._model.register_forward_hook(OwnHook(self._after_forward), with_kwargs=True)
+        return [watch_backward(self._before_backward), keep.remove]
+
+    @contextmanager
+    def weighted_by_the_user(self) -> Iterator[None]:
+        """A backward in here is of a sum whose weight the user gives, not of a mean."""
+        self._are_means = False
+        try:
+            yield
+        finally:
+            self._are_means = True
+
+    def take_constants(self) -> Constants:
+        """What of the losses since the last call must be the same on all workers."""
+        constants, self._constants = self._constants, Constants()
+        return constants
+
+    def take_foreign_parameters(self) -> list[nn.Parameter]:
+        """The parameters that losses depend on, besides the model's own, since the last call."""
+        foreign, self._foreign = self._foreign, {}
+        return list(foreign.values())
+
+    def _before_backward(self, loss: Tensor, gradient: Tensor | None) -> None:
+        """Raises `TaskError` if ``loss`` is no mean over samples. Called in the thread of some session."""
+        if not self._is_own_thread():
+            return
+        outputs, self._outputs = self._outputs, []
+        if not self._are_means:
+            return
+        read = loss.device.type == "cpu" or self._reads > 0
+        if read:
+            self._reads -= 1
+            if why := not_a_mean(loss, gradient):
+                raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
+        if self._trials and loss.numel() == 1 and not self.only_adding:
+            self._trials -= 1
+            self._foreign |= {id(each): each for each in foreign_parameters(loss, self._own)}
+            wholes = self._batches().wholes(len(outputs[-1])) if outputs else ()
+            if why := summed(loss, outputs, wholes, read=read) or (OF_SAMPLES if couples(loss, outputs) else ""):
+                raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
+            if hidden(loss):
+                self._remark(HIDDEN)
+        self._constants.add(constants_of(loss, self._batches().own, read=read))
+
+    def _after_forward(self, model: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        """Keep the outputs of which the loss may be computed, as long as losses are tried."""
+        if not self._trials or not torch.is_grad_enabled() or model._backward_hooks or model._backward_pre_hooks:
+            return
+        samples = self._batches().own
+        first = next((each for each in (*inputs, *named.values()) if isinstance(each, Tensor)), None)
+        if samples is None and first is not None and first.ndim in (2, 4):
+            samples = len(first)  # features and images: the first dimension is the samples'
+        if samples is not None and len(self._outputs) < MOST_OUTPUTS:
+            self._outputs += rows_of(output, samples)
