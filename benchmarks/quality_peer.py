@@ -46,7 +46,7 @@ def ddp(model: nn.Module, optimizer: torch.optim.Optimizer, stack: ExitStack) ->
 
 def localsgd(model: nn.Module, optimizer: torch.optim.Optimizer, stack: ExitStack) -> Made:
     """torchft's LocalSGD."""
-    from torchft.local_sgd import LocalSGD  # type: ignore[import-not-found]
+    from torchft.local_sgd import LocalSGD
 
     stack.enter_context(LocalSGD(_manager(model, optimizer), model, optimizer, sync_every=LOCAL_STEPS))
     return model, optimizer.zero_grad, optimizer.step
@@ -96,7 +96,7 @@ SYSTEMS = {"ddp": ddp, "localsgd": localsgd, "diloco": diloco, "hivemind": hivem
 
 
 def _manager(model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> Any:
-    from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
+    from torchft import Manager, ProcessGroupGloo
 
     def load_state_dict(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])

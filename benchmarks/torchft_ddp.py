@@ -32,7 +32,7 @@ def main() -> None:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(workers))
         network, stepper, manager = nn.parallel.DistributedDataParallel(model), optimizer, None
     else:
-        from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
+        from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
         store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", int(port), is_master=True, wait_for_workers=False

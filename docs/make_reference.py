@@ -219,6 +219,7 @@ MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "The Trainer of transformers ([how](../frameworks.md#the-trainer-of-transformers)).",
         ("exchange",),
     ),
+    "zmqtrain.integrations.torchft": ("torchft ([how](../frameworks.md#torchft)).", ("ProcessGroupZmq",)),
     "zmqtrain.launcher.engine": (
         "What an engine of your own provides ([how](../engines.md#an-engine-of-your-own)).",
         ("Engine", "Handle", "RemoteEngine", "EngineRun"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +26,7 @@ from tests.patience import PATIENCE_S
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d import ZmqProcessGroup
 from zmqtrain.c10d.errors import BrokenGroupError, MismatchError
-from zmqtrain.c10d.rendezvous import rendezvous, settings_here
+from zmqtrain.c10d.rendezvous import listening_address, rendezvous, settings_here
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 
 pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
@@ -529,3 +531,23 @@ def test_where_a_rank_listens_and_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("ZMQTRAIN_BIND")
     monkeypatch.setenv("ZMQTRAIN_HOST", "gate.lab")
     assert settings_here("token", 5.0, encrypted=False).advertise == "gate.lab"
+
+
+def test_an_address_is_that_of_the_way_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ZMQTRAIN_HOST", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    store = dist.PrefixStore("group", dist.TCPStore("127.0.0.2", 0, is_master=True, wait_for_workers=False))
+    assert listening_address(store) == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
+    assert listening_address(store) == "127.0.0.1"  # init_method has another
+    outward = listening_address(dist.HashStore())
+    resolve = socket.getaddrinfo
+
+    def loopback(name: str, *further: Any, **named: Any) -> Any:  # as /etc/hosts often does for the machine's own name
+        return resolve("127.0.1.1" if name == "this-machine" else name, *further, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", loopback)
+    monkeypatch.setenv("MASTER_ADDR", "this-machine")
+    assert listening_address(dist.HashStore()) == outward
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert ip_address(listening_address(dist.HashStore())).is_loopback

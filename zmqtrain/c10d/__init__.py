@@ -6,9 +6,10 @@ Where torch looks for no backends (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``, or zmqtr
 zmqtrain.c10d`` registers it.
 
 Ranks of one host share memory. Between hosts each rank exchanges a slice of its host's sums over ZeroMQ. Other hosts find a rank at
-the address of the interface that leads to ``MASTER_ADDR``, or at ``ZMQTRAIN_HOST``. It listens there, or at ``ZMQTRAIN_BIND``, or
-on all its addresses if ``ZMQTRAIN_HOST`` is not one of them (NAT, a name). ``ZMQTRAIN_PORTS`` (``29400-29500``) sets the ports.
-Connections are encrypted; with ``ZMQTRAIN_TOKEN`` only processes that have it are believed (docs/security.md).
+the address of the interface that leads to torch's store (``MASTER_ADDR``), or at ``ZMQTRAIN_HOST``. It listens there, or at
+``ZMQTRAIN_BIND``, or on all its addresses if ``ZMQTRAIN_HOST`` is not one of them (NAT, a name). ``ZMQTRAIN_PORTS``
+(``29400-29500``) sets the ports. Connections are encrypted; with ``ZMQTRAIN_TOKEN`` only processes that have it are believed
+(docs/security.md).
 """
 
 from __future__ import annotations

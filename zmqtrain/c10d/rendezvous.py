@@ -6,8 +6,9 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch._C._distributed_c10d import Store
 
@@ -24,10 +25,13 @@ from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.zeromq import open_zeromq
 
-#: The variable with the address at which other hosts find this rank; by default, that of the interface towards ``MASTER_ADDR``.
+#: The variable with the address at which other hosts find this rank; by default, that of the interface towards the store.
 ADDRESS = "ZMQTRAIN_HOST"
 #: The variable that allows plain text between hosts: ``disabled``, as of ``[job] transport_encryption``.
 ENCRYPTION = "ZMQTRAIN_TRANSPORT_ENCRYPTION"
+LOOPBACK = "127.0.0.1"
+#: An address of no machine (RFC 5737), to ask for the interface of the default route.
+ELSEWHERE = "192.0.2.1"
 
 
 def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta, *, host: str | None = None) -> Transport:
@@ -59,7 +63,7 @@ def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta
         return memory
     network = NetworkThread()
     try:
-        node = network.call(_open(names[rank], settings_here(notices.run_token, timeout_s, encrypted=encrypted)))
+        node = network.call(_open(names[rank], settings_here(notices.run_token, timeout_s, store, encrypted=encrypted)))
         notices.tell("address", node.address)
         for other, name in enumerate(names):
             network.loop.call_soon_threadsafe(node.add_peer, name, notices.hear("address", other))
@@ -100,12 +104,12 @@ def encrypts(found: Sequence[Mapping[str, str]], names: Sequence[str]) -> bool:
     return found[0]["encryption"] == "required"
 
 
-def settings_here(token: str, timeout_s: float, *, encrypted: bool) -> NetSettings:
+def settings_here(token: str, timeout_s: float, store: Store | None = None, *, encrypted: bool) -> NetSettings:
     """Where this rank listens, and where others find it, which differ if addresses are translated on the way (NAT).
 
-    ``encrypted``: with new keys. It admits only those who are added as peers.
+    ``store``: where all ranks have met. ``encrypted``: with new keys. It admits only those who are added as peers.
     """
-    address = listening_address()
+    address = listening_address(store)
     bind = os.environ.get(BIND) or (address if _is_own(address) else _everywhere())
     return NetSettings(
         token=token,
@@ -118,15 +122,39 @@ def settings_here(token: str, timeout_s: float, *, encrypted: bool) -> NetSettin
     )
 
 
-def listening_address() -> str:
-    """The address at which other hosts find this rank."""
+def listening_address(store: Store | None = None) -> str:
+    """The address at which other hosts find this rank: that of the interface that leads to ``store``, or to ``MASTER_ADDR``."""
     given = os.environ.get(ADDRESS)
     if given:
         return given
+    meeting = _host_of(store) or os.environ.get("MASTER_ADDR", LOOPBACK)
+    address = _route_to(meeting) or LOOPBACK
+    if ip_address(address).is_loopback and not _is_loopback(meeting):
+        # The name of this machine, which it often gives a loopback address, in /etc/hosts. Others have come by another way.
+        return _route_to(ELSEWHERE) or address
+    return address
+
+
+def _host_of(store: Any) -> str:
+    """Where a `torch.distributed.TCPStore` is, as this process was told; empty for other stores."""
+    while (below := getattr(store, "underlying_store", None)) is not None:
+        store = below
+    return str(getattr(store, "host", ""))
+
+
+def _is_loopback(name: str) -> bool:
     try:
-        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9, type=socket.SOCK_DGRAM)
+        return ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def _route_to(name: str) -> str:
+    """The address of the interface that leads there; empty if none does."""
+    try:
+        found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
     except OSError:
-        return "127.0.0.1"
+        return ""
     for family, kind, protocol, _, target in found:
         with socket.socket(family, kind, protocol) as probe:
             try:
@@ -134,7 +162,7 @@ def listening_address() -> str:
             except OSError:
                 continue
             return str(probe.getsockname()[0]).partition("%")[0]
-    return "127.0.0.1"
+    return ""
 
 
 def _is_own(address: str) -> bool:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
 from zmqtrain.arena import Arena, Region, shared_memory_missing
@@ -175,7 +176,9 @@ class ModelServers:
         """The endpoints of the worker and of the server."""
         nodes = []
         for kind, arena in zip(("worker", "server"), self._arenas, strict=True):
-            settings = settings_here(self._token, self._timeout_s, encrypted=self._encrypted)  # with keys of its own
+            settings = settings_here(
+                self._token, self._timeout_s, _get_default_store(), encrypted=self._encrypted
+            )  # with keys of its own
             nodes.append(await open_zeromq(f"{kind}/{self._rank}", settings=replace(settings, arena=arena)))
         return nodes
 
