@@ -4,7 +4,7 @@ optimizer's state and the model's buffers."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
 from zmqtrain.errors import PeerLostError, ProtocolError
@@ -42,9 +42,10 @@ class StateSource:
         """This worker has a state, and trains: accept requests."""
         self._has_state.set()
 
-    def due(self, step: int, members: Members) -> list[PeerId]:
-        """Those who asked, and train ``step``, of which it is known who trains it. None of them has been given anything."""
-        return [peer for peer, incarnation in self.wanted.items() if members.incarnation(peer, step) == incarnation]
+    def due(self, step: int, members: Members) -> dict[PeerId, int]:
+        """Those who asked, and train ``step``, of which it is known who trains it; and which of their processes did. None of them
+        has been given anything."""
+        return {peer: process for peer, process in self.wanted.items() if members.incarnation(peer, step) == process}
 
     async def answer(
         self,
@@ -60,12 +61,14 @@ class StateSource:
             await settle()
             await self.give(due, step, replica, own())
 
-    async def give(self, peers: Sequence[PeerId], step: int, replica: Replica, own: Mapping[str, Payload]) -> None:
-        """Send the state with which ``step`` begins to these workers, which have asked for it. Nothing changes it in the
+    async def give(self, peers: Mapping[PeerId, int], step: int, replica: Replica, own: Mapping[str, Payload]) -> None:
+        """Send the state with which ``step`` begins to these processes, which have asked for it. Nothing changes it in the
         meantime."""
         tensors, values = await replica.beside()
-        for peer in peers:
-            process = self.wanted.pop(peer)
+        for peer, process in peers.items():
+            if self.wanted.get(peer) != process:  # another process of that name has asked meanwhile, and begins later
+                continue
+            del self.wanted[peer]
             with suppress(PeerLostError):
                 await self._give(peer, process, step, replica, own, tensors, values)
 
