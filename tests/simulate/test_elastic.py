@@ -341,6 +341,30 @@ def test_one_who_has_begun_as_a_copy_knows_what_others_have_left() -> None:
         run_without_servers(faults, allreduce(every, groups=2, size=2, job="restarts = 2", steps=40))
 
 
+@pytest.mark.parametrize("kind", ["gossip", "averaging", "allreduce"])
+def test_one_that_comes_when_all_is_trained_leaves_in_good_order(kind: str) -> None:
+    shapes = {"gossip": topology, "averaging": averaging, "allreduce": allreduce}
+    shape = shapes[kind](steps=8, job="restarts = 1")
+    usual_s, late = simulate(shape).seconds, 0
+    for when in range(10):
+        codes: list[int] = []
+        kinds: list[str] = []
+
+        def left(kind: str, values: Mapping[str, Any], codes: list[int] = codes) -> None:
+            if kind == "exit" and values["peer"] == "worker/3":
+                codes.append(values["exit_code"])
+
+        def told(peer: str, events: Sequence[Mapping[str, Any]], kinds: list[str] = kinds) -> None:
+            kinds.extend(event["kind"] for event in events)
+
+        kills = [kill("worker/3", at=usual_s * (0.6 + 0.04 * when))]
+        result = simulate(shape, options=Options(faults=kills, on_event=left, on_report=told))
+        assert (result.ending.status, result.broken) == ("done", [])
+        assert set(codes) <= {-9, 0}
+        late += "too late" in kinds
+    assert late
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_others_join_a_run_that_trains(every: int) -> None:
     """One alone; two of which one is lost; and one that is left when all are lost with which the run began."""

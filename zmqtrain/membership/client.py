@@ -58,6 +58,7 @@ class Membership:
         self._callbacks: list[HaltCallback] = []
         self._view_callbacks: list[ViewCallback] = []
         self._left = False
+        self._needless = False
 
     @classmethod
     async def join(cls, endpoint: Endpoint, *, coordinator_address: str, timeouts: Timeouts) -> Membership:
@@ -186,6 +187,10 @@ class Membership:
         """Call ``callback(view)`` whenever there is a newer view."""
         self._view_callbacks.append(callback)
 
+    def come_too_late(self) -> None:
+        """The others have done this member's work: it will `leave` without having done any."""
+        self._needless = True
+
     async def leave(self) -> None:
         """Leave the run: this member's work is done. From here on the coordinator's silence is not a failure. Idempotent.
 
@@ -196,7 +201,7 @@ class Membership:
             await self._finish()
             if not self._touch.alone_s:
                 self._left = True
-            await self._ask("leave")
+            await self._ask("leave", *([True] if self._needless else []))
             self._left = True
 
     async def _finish(self) -> None:

@@ -456,6 +456,6 @@ class Coordinator:
         self._do(self._roster.handle_failed(caller, report, self._now()))
         return None
 
-    async def _serve_leave(self, caller: PeerId) -> Value:
-        self._do(self._roster.handle_leave(caller, self._now()))
+    async def _serve_leave(self, caller: PeerId, late: Value = False) -> Value:
+        self._do(self._roster.handle_leave(caller, self._now(), late=late is True))
         return None

@@ -23,6 +23,7 @@ from zmqtrain.errors import (
     PeerLostError,
     PeerTimeoutError,
     ProtocolError,
+    TooLateError,
     UsageError,
     ViewChangedError,
     ZmqTrainError,
@@ -68,6 +69,8 @@ MOST_OBSERVERS = 64
 MOST_HEARTBEATS = 100
 #: The longest address and reason that are kept.
 LONGEST_TEXT = 1024
+#: Why a worker has left that has trained nothing.
+CAME_TOO_LATE = "it came when the others had trained all there was"
 
 
 class Roster:
@@ -203,7 +206,7 @@ class Roster:
         served = self._lasting and any(server.presence is Presence.LEFT for server in self._members.of_kind("server"))
         if self._elastic and entry.member.kind == "worker" and (entry.presence is Presence.LEFT or (entry.gone and served)):
             why = "model servers have ended" if served else "it has left already"
-            return [Refuse(ticket, PeerLostError(peer, f"it is too late to join: {why}"))]
+            return [Refuse(ticket, TooLateError(peer, why))]
         able = (Presence.HERE, Presence.LOST, Presence.ABSENT)
         if again and entry.presence in able and entry.incarnation != incarnation and not stopped:
             agent = self._members.agents.get(entry.member.host)
@@ -214,6 +217,8 @@ class Roster:
             return [Refuse(ticket, UsageError(f"{peer} may join once all members with which the run begins have joined"))]
         if entry.presence in (Presence.LOST, Presence.ABSENT) or self.state in (State.FAILED, State.ENDED) or stopped:
             why = entry.reason or self._end_reason or "the run was stopped"
+            if self._elastic and self.state is State.FINISHING and entry.member.kind == "worker":
+                return [Refuse(ticket, TooLateError(peer, "the others have trained all there was"))]
             return [Refuse(ticket, PeerLostError(peer, f"it is too late to join: {why}"))]
         actions: list[Action] = []
         if entry.presence is not Presence.EXPECTED and entry.incarnation != incarnation:
@@ -472,8 +477,9 @@ class Roster:
         # Its process still exists, and waits for the answer to this very call: so waits for it are not given up here.
         return [*(action for action in gone if not isinstance(action, Drop)), *self._fail_or_go_on(entry, failure, now)]
 
-    def handle_leave(self, peer: PeerId, now: float) -> list[Action]:
-        """A member has done its work and leaves. The others are not told, since its messages may still be on the way to them."""
+    def handle_leave(self, peer: PeerId, now: float, *, late: bool = False) -> list[Action]:
+        """A member has done its work and leaves. The others are not told, since its messages may still be on the way to them.
+        ``late``: it leaves because the others had trained all there was when it came. That says nothing of what they do now."""
         entry = self._members.get(peer)
         if entry is None or not entry.here:
             return []
@@ -481,6 +487,14 @@ class Roster:
         if entry.member.kind == "agent" and waited and self.state is not State.ENDED:
             reason = f"the agent of {entry.member.host} left before its roles"
             return self._lose(entry, reason, HostLostError(reason), now)
+        if late and self._elastic and entry.member.kind == "worker":
+            reason = f"{peer} has left: {CAME_TOO_LATE}"
+            actions = [*self._remove(entry, Presence.LEFT, CAME_TOO_LATE), Note("leave", {"peer": peer}, reason)]
+            if self._some_left():
+                return [*actions, *self._tell_view(reason), *self._maybe_finish(now)]
+            error = PeerLostError(peer, reason)
+            failure = Failure(peer, entry.member.host, None, reason, None, consequence=False, error=error)
+            return actions + self._fail_or_go_on(entry, failure, now)
         actions = self._remove(entry, Presence.LEFT, "it left")
         if entry.member.kind == "observer":
             self._members.remove(peer)
@@ -684,7 +698,8 @@ class Roster:
 
     def _some_left(self) -> bool:
         """Whether a worker is there, or has trained all that there was for it."""
-        return any(other.here or other.presence is Presence.LEFT for other in self._members.of_kind("worker"))
+        workers = self._members.of_kind("worker")
+        return any(other.here or (other.presence is Presence.LEFT and other.reason != CAME_TOO_LATE) for other in workers)
 
     def _maybe_give_up(self, now: float) -> list[Action]:
         """If no worker is left, and none comes back any more, or none has come in time: the run has failed."""
