@@ -55,6 +55,7 @@ from zmqtrain.membership.ledger import (
     value_of_entry,
     value_of_failure,
 )
+from zmqtrain.membership.rifts import Life, Rifts
 from zmqtrain.membership.state import TRANSITIONS, Entry, MemberTable, Presence, State
 from zmqtrain.membership.touch import given_up
 from zmqtrain.membership.view import Member, View
@@ -112,6 +113,7 @@ class Roster:
         self._heard = Heard(timeouts, now)
         self._joining = Joins()
         self._barriers = Barriers(timeouts.barrier_s)
+        self._rifts = Rifts(timeouts.grace_s)
         self._version = 0
         self._changes = 0  # of those that can take part, since all had joined
         self._everyone: tuple[tuple[int, bool], tuple[PeerId, ...]] = (-1, False), ()
@@ -540,6 +542,14 @@ class Roster:
             return self._joining.discard(peer, reason)
         return self._lose(entry, reason, HostLostError(f"lost {peer} on {entry.member.host}: {reason}"), now)
 
+    def handle_rift(self, peer: PeerId, other: PeerId, process: int, reason: str, now: float) -> list[Action]:
+        """A worker says that its link to ``process`` of another one is lost, although that is a member still. Where the run can go
+        on without one of them, it is decided a moment later which one goes."""
+        one = self._members.get(peer)
+        if one is not None and self._elastic and self.state is State.RUNNING:
+            self._rifts.note((peer, one.incarnation), (other, process), reason[:LONGEST_TEXT], now)
+        return []
+
     def handle_host_ended(self, host: str, reason: str, now: float) -> list[Action]:
         """The engine reports that a host's agent has ended. Ignored for an agent that has left."""
         entry = self._members.agents.get(host)
@@ -554,7 +564,7 @@ class Roster:
         """When `tick` must be called at the latest; ``None`` once the run has ended."""
         if self.state is State.ENDED:
             return None
-        deadlines = [*self._barriers.deadlines(), *self._heard.deadlines()]
+        deadlines = [*self._barriers.deadlines(), *self._heard.deadlines(), *self._rifts.deadlines()]
         if self.state is State.JOINING:
             deadlines.append(self._join_deadline)
         if self._end_deadline is not None:
@@ -573,6 +583,7 @@ class Roster:
                 reason = f"its agent has been silent for {self._timeouts.silent_s:g} s"
                 actions += self._lose(self._members.agents[host], reason, HostLostError(f"lost the host {host}: {reason}"), now)
         actions += self._lose_still(now)
+        actions += self._end_rifts(now)
         actions += self._barriers.tick(now)
         if self.state is State.JOINING and now >= self._join_deadline:
             actions += self._join_timed_out(now)
@@ -591,6 +602,27 @@ class Roster:
                 )
                 error = HostLostError(f"{entry.member.peer} on {entry.member.host}: {reason}")
                 actions += self._lose(entry, reason, error, now)
+        return actions
+
+    def _end_rifts(self, now: float) -> list[Action]:
+        """Workers that cannot reach others any more, although their processes have not ended."""
+
+        def here(life: Life) -> bool:
+            entry = self._members.get(life[0])
+            return entry is not None and entry.member.kind == "worker" and entry.here and entry.incarnation == life[1]
+
+        def last(peer: PeerId) -> tuple[bool, int]:
+            entry = self._members.get(peer)
+            assert entry is not None
+            return not entry.member.ready, entry.member.index
+
+        actions: list[Action] = []
+        for gone in self._rifts.settle(now, here, last):
+            entry = self._members.get(gone.peer)
+            assert entry is not None
+            if self.state is State.RUNNING and entry.here:
+                error = HostLostError(f"{gone.peer} on {entry.member.host}: {gone.reason}")
+                actions += self._lose(entry, gone.reason, error, now)
         return actions
 
     # What follows -------------------------------------------------------------------------------------------------------------
