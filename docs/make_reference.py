@@ -388,6 +388,7 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     ),
     "fc": ("An FC server has ended", "`updates`, `samples`, `busy` (share of its time), `staleness_mean`, `staleness_max`"),
     "refused": ("A server has refused a request", "`sender`, `reason`"),
+    "too late": ("A worker came when the others had trained all there was, and leaves", "`reason`"),
     "left whole": ("A layer of a divided model is not divided", "`layer`, `reason`"),
     "made whole": ("A worker has made the whole model at first", "`reason`"),
     "verified": ("A divided model was compared with the ordinary one", "`samples`, `precision`, `seconds`"),

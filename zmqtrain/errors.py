@@ -29,6 +29,7 @@ The tree is drawn by what a caller can do about an error::
     │   └── InvariantError         an invariant was broken
     └── ConnectivityError          worth trying again                          exit 128
         ├── PeerLostError          the peer is gone, or was restarted
+        │   └── TooLateError       the others have trained all there was
         ├── PeerTimeoutError       the peer is there, but did not answer
         ├── ViewChangedError       the membership changed: try again with the new members
         ├── SshError               a machine cannot be logged in to, or its connection broke
@@ -317,10 +318,18 @@ class ConnectivityError(ZmqTrainError):
 class PeerLostError(ConnectivityError):
     """The peer is gone: its process ended, its link broke for too long, or it came back as another incarnation."""
 
-    def __init__(self, peer: str, reason: str, *, waiting_for: str = "") -> None:
-        self.peer, self.reason, self.waiting_for = peer, reason, waiting_for
+    def __init__(self, peer: str, reason: str, *, waiting_for: str = "", finished: bool = False) -> None:
+        """``finished``: it had done its work."""
+        self.peer, self.reason, self.waiting_for, self.finished = peer, reason, waiting_for, finished
         wait = f" while waiting for {waiting_for}" if waiting_for else ""
         super().__init__(f"lost {peer}{wait}: {reason}")
+
+
+class TooLateError(PeerLostError):
+    """A worker comes to an elastic run in which the others have nothing left to train. They need it no more, so it may leave."""
+
+    def __init__(self, peer: str, why: str) -> None:
+        super().__init__(peer, f"it is too late to join: {why}", finished=True)
 
 
 class PeerTimeoutError(ConnectivityError, TimeoutError):

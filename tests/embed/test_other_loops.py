@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from zmqtrain.embed.other_loops import OtherLoops
-from zmqtrain.errors import TaskError
+from zmqtrain.errors import PeerLostError, TaskError
 from zmqtrain.net.memory import MemoryNetwork
 
 pytestmark = pytest.mark.virtual_time
@@ -55,3 +56,33 @@ async def test_a_loop_that_ended_before_a_step_that_was_over_comes_late(steps: i
         await one.wait("steps", 3, nothing())
         await other.tell(steps, 0, PEERS)
     assert ["worker/1 ended its session after 3 steps" in str(each) for each in came] == [True] * late
+
+
+@pytest.mark.parametrize("ends", ["ended", "cancelled"])
+async def test_errors_of_what_nobody_waits_for_any_more_are_not_reported(ends: str) -> None:
+    """A sum that is abandoned may fail before it is cancelled, or because it is."""
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    fail = asyncio.Event()
+
+    async def sums() -> None:
+        try:
+            await fail.wait()
+        finally:
+            raise PeerLostError("worker/1", "it has ended")
+
+    async with loops() as (one, other):
+        waiting = asyncio.create_task(one.wait("steps", 3, sums()))
+        await asyncio.sleep(1.0)
+        if ends == "ended":
+            await other.tell(3, 0, PEERS)
+        else:
+            fail.set()
+            waiting.cancel()
+        await asyncio.wait({waiting})
+        if not waiting.cancelled():
+            waiting.exception()
+        del waiting  # its traceback holds the sum
+        gc.collect()
+        await asyncio.sleep(0)
+    assert reported == []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.membership.table import TIMEOUTS, Table, members
-from zmqtrain.errors import PeerLostError, PeerTimeoutError, UsageError, ViewChangedError
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, TooLateError, UsageError, ViewChangedError
 from zmqtrain.membership.roster import Roster
 from zmqtrain.membership.state import State
 from zmqtrain.membership.view import Member, View
@@ -161,6 +161,24 @@ def test_another_coordinator_waits_for_workers_as_the_one_before_it() -> None:
     assert other.roster.state is State.RUNNING
     other.advance(TIMEOUTS.join_s, ["server/0"])
     assert [failure.reason for failure in other.roster.failures] == ["all workers were lost before another launcher took over"]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_one_that_came_too_late_leaves_without_having_done_the_work(trained: bool) -> None:
+    """If the other one is lost after that, before it has left, nobody has the model."""
+    table = running(2)
+    table.exited("worker/1", -9)
+    table.ask("join", "worker/1", 2, "tcp://again")
+    table.take(table.roster.handle_leave("worker/1", table.now, late=True))
+    table.exited("worker/1", 0)
+    assert table.roster.state is State.RUNNING
+    table.take(table.roster.handle_join("worker/1", 3, "tcp://again", 99, table.now))
+    assert isinstance(table.answers[99], TooLateError)
+    if trained:
+        table.leave("worker/0")
+    table.exited("worker/0", 0 if trained else -9)
+    assert table.outcome is not None
+    assert table.outcome.status == ("done" if trained else "failed")
 
 
 def test_a_server_s_loss_fails_the_run() -> None:

@@ -18,7 +18,7 @@ from zmqtrain.exchange.sums import NetworkSums
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.simulate.explore import Trial, explore
-from zmqtrain.simulate.faults import Fault, delay, join, kill, pause, restart, slow
+from zmqtrain.simulate.faults import Fault, delay, join, kill, partition, pause, restart, slow
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.links import links_of
@@ -129,6 +129,22 @@ def test_one_that_comes_back_takes_a_neighbour_s_weights_and_trains_on(target: s
     first = heard.views[others[0]][-1][0]
     assert heard.views[others[0]][-1][1] == ("worker/0", "worker/1", "worker/2", "worker/3")
     assert heard.steps[target][-(STEPS - first) :] == list(range(first, STEPS))
+
+
+@pytest.mark.parametrize("kind", ["gossip", "averaging", "allreduce"])
+def test_if_workers_cannot_reach_each_other_but_the_coordinator_sees_all_one_of_them_is_replaced(kind: str) -> None:
+    """Otherwise all would give up that wait for it, one after another: their links to it are lost for good."""
+    shapes = {"gossip": topology, "averaging": averaging, "allreduce": allreduce}
+    lost: list[str] = []
+
+    def on_event(kind: str, values: Mapping[str, Any]) -> None:
+        if kind == "lost":
+            lost.append(values["peer"])
+
+    cut = partition(["h2"], ["h3", "h4"], at=0.01, lasts=4.0)
+    result = simulate(shapes[kind](job="restarts = 1"), options=Options(faults=[cut], on_event=on_event))
+    assert (result.ending.status, result.broken) == ("done", [])
+    assert lost in (["worker/1"], ["worker/3"])  # there may be a link to one of the others only
 
 
 def test_an_agent_starts_its_lost_worker_again() -> None:
@@ -339,6 +355,30 @@ def test_one_who_has_begun_as_a_copy_knows_what_others_have_left() -> None:
     faults = [restart("worker/0", at=0.0064, after=0.00645), restart("worker/2", at=0.01188, after=0.0002)]
     for every in (1, 3):
         run_without_servers(faults, allreduce(every, groups=2, size=2, job="restarts = 2", steps=40))
+
+
+@pytest.mark.parametrize("kind", ["gossip", "averaging", "allreduce"])
+def test_one_that_comes_when_all_is_trained_leaves_in_good_order(kind: str) -> None:
+    shapes = {"gossip": topology, "averaging": averaging, "allreduce": allreduce}
+    shape = shapes[kind](steps=8, job="restarts = 1")
+    usual_s, late = simulate(shape).seconds, 0
+    for when in range(10):
+        codes: list[int] = []
+        kinds: list[str] = []
+
+        def left(kind: str, values: Mapping[str, Any], codes: list[int] = codes) -> None:
+            if kind == "exit" and values["peer"] == "worker/3":
+                codes.append(values["exit_code"])
+
+        def told(peer: str, events: Sequence[Mapping[str, Any]], kinds: list[str] = kinds) -> None:
+            kinds.extend(event["kind"] for event in events)
+
+        kills = [kill("worker/3", at=usual_s * (0.6 + 0.04 * when))]
+        result = simulate(shape, options=Options(faults=kills, on_event=left, on_report=told))
+        assert (result.ending.status, result.broken) == ("done", [])
+        assert set(codes) <= {-9, 0}
+        late += "too late" in kinds
+    assert late
 
 
 @pytest.mark.parametrize("every", [1, 3])

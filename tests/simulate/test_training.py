@@ -64,6 +64,18 @@ class Recipe:
         return torch.optim.SGD(parameters, lr=0.2, momentum=0.5)
 
 
+class Adaptive(Recipe):
+    """With an optimizer whose state depends on the scale of gradients, and a schedule that goes on from the rate as it is."""
+
+    @staticmethod
+    def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+    @staticmethod
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
 def topology_of(folder: Path, groups: int, size: int, **sections: Any) -> Topology:
     profile = folder / "profile.json"
     layers = [{"name": n, "numel": m, "forward_s": f, "backward_s": b} for n, m, f, b in LAYERS]
@@ -261,8 +273,9 @@ class TestFaults:
         (2, 2, {"job": {"on_resize": "linear"}}),
         (1, 4, {"job": {"on_resize": "sqrt"}, "optimizer": {"clip_norm": 0.3}}),
         (2, 2, {"job": {"on_resize": "linear"}, "exchange": {"kind": "allreduce", "staleness": "async", "every": 2}}),
+        (2, 2, {"job": {"on_resize": "sqrt", "name": "adaptive"}}),
     ],
-    ids=["groups", "clipped", "every", "linear", "sqrt-clipped", "linear-every"],
+    ids=["groups", "clipped", "every", "linear", "sqrt-clipped", "linear-every", "sqrt-adaptive"],
 )
 def test_all_reduce_without_a_lost_worker_equals_one_process(tmp_path: Path, groups: int, size: int, more: dict[str, Any]) -> None:
     """One process that trains what counted, with the same optimizer. The lost worker comes back."""
@@ -279,13 +292,15 @@ def test_all_reduce_without_a_lost_worker_equals_one_process(tmp_path: Path, gro
         elif what == "counted":
             counted[values["step"]] = values["members"]
 
-    recipe = Recipe()
-    result = simulate(shape, options=Options(faults=[kill("worker/1", step=5)], task=recipe.task(), on_audit=hear))
+    adaptive = shape.job.name == "adaptive"
+    recipe = Adaptive() if adaptive else Recipe()
+    task = recipe.task(schedule=Adaptive.schedule if adaptive else None)
+    result = simulate(shape, options=Options(faults=[kill("worker/1", step=5)], task=task, on_audit=hear))
     assert (result.ending.status, result.broken) == ("done", []), result.ending.error
     seed_everything(1)
     model = network()
     optimizer = recipe._optimizer(model.parameters())
-    lr = optimizer.param_groups[0]["lr"]
+    schedule = Adaptive.schedule(optimizer) if adaptive else None
     for step in range(every - 1, steps, every):
         spans = [
             span for each in range(step - every + 1, step + 1) for peer in counted[step] for span in takes.get((peer, each), ())
@@ -295,6 +310,7 @@ def test_all_reduce_without_a_lost_worker_equals_one_process(tmp_path: Path, gro
         if shape.job.on_resize != "keep":
             shares = {sum(stop - start for start, stop in takes[peer, step]) for peer in due}
             assert shares == {groups * shape.compute.batch_size // 4}
+        lr = optimizer.param_groups[0]["lr"]
         optimizer.param_groups[0]["lr"] = (
             lr * {"keep": 1.0, "linear": len(due) / 4, "sqrt": (len(due) / 4) ** 0.5}[job["on_resize"]]
         )
@@ -303,6 +319,9 @@ def test_all_reduce_without_a_lost_worker_equals_one_process(tmp_path: Path, gro
         if shape.optimizer.clip_norm:
             nn.utils.clip_grad_norm_(model.parameters(), shape.optimizer.clip_norm)
         optimizer.step()
+        optimizer.param_groups[0]["lr"] = lr
+        if schedule is not None:
+            schedule.step()
     assert min(map(len, counted.values())) == 3
     assert len(recipe.models) == 5
     same = 0

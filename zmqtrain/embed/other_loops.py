@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from zmqtrain.errors import ConnectivityError, TaskError
 from zmqtrain.net.endpoint import Endpoint, PeerId
-from zmqtrain.waiting import together
+from zmqtrain.waiting import abandoned, together
 from zmqtrain.wire.payload import Value
 
 T = TypeVar("T")
@@ -54,9 +54,7 @@ class OtherLoops:
                 if task.done():
                     return task.result()
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
+            await abandoned([task])
 
     async def tell(self, steps: int, sums: int, here: Container[PeerId]) -> None:
         """Tell the others that are ``here`` that this worker's loop has ended after ``steps`` steps and ``sums`` sums."""

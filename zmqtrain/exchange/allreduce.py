@@ -164,7 +164,7 @@ class AllReduceExchange(Serverless):
 
     async def stop(self, *, failed: bool = False) -> None:
         if self._source is not None:
-            self._source.close()
+            self._source.close(failed=failed)
         await self._sum.stop()
         if self._members is not None:
             await self._members.stop()

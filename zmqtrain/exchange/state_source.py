@@ -4,10 +4,10 @@ optimizer's state and the model's buffers."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
-from zmqtrain.errors import PeerLostError, ProtocolError
+from zmqtrain.errors import PeerLostError, ProtocolError, TooLateError
 from zmqtrain.exchange.base import Replica
 from zmqtrain.exchange.checkpoint_part import copy_of_received, pack_manifest, unpack_manifest
 from zmqtrain.exchange.members import Members
@@ -26,7 +26,7 @@ class StateSource:
     def __init__(self, endpoint: Endpoint, *, timeout_s: float) -> None:
         self._endpoint, self._timeout_s = endpoint, timeout_s
         self._has_state = asyncio.Event()
-        self._ended = False
+        self._ended = self._failed = False
         self._process = 0
         self._members: Members | None = None
         self.wanted: dict[PeerId, int] = {}  # who asked -> which of its processes
@@ -42,9 +42,10 @@ class StateSource:
         """This worker has a state, and trains: accept requests."""
         self._has_state.set()
 
-    def due(self, step: int, members: Members) -> list[PeerId]:
-        """Those who asked, and train ``step``, of which it is known who trains it. None of them has been given anything."""
-        return [peer for peer, incarnation in self.wanted.items() if members.incarnation(peer, step) == incarnation]
+    def due(self, step: int, members: Members) -> dict[PeerId, int]:
+        """Those who asked, and train ``step``, of which it is known who trains it; and which of their processes did. None of them
+        has been given anything."""
+        return {peer: process for peer, process in self.wanted.items() if members.incarnation(peer, step) == process}
 
     async def answer(
         self,
@@ -60,29 +61,31 @@ class StateSource:
             await settle()
             await self.give(due, step, replica, own())
 
-    async def give(self, peers: Sequence[PeerId], step: int, replica: Replica, own: Mapping[str, Payload]) -> None:
-        """Send the state with which ``step`` begins to these workers, which have asked for it. Nothing changes it in the
+    async def give(self, peers: Mapping[PeerId, int], step: int, replica: Replica, own: Mapping[str, Payload]) -> None:
+        """Send the state with which ``step`` begins to these processes, which have asked for it. Nothing changes it in the
         meantime."""
         tensors, values = await replica.beside()
-        for peer in peers:
-            process = self.wanted.pop(peer)
+        for peer, process in peers.items():
+            if self.wanted.get(peer) != process:  # another process of that name has asked meanwhile, and begins later
+                continue
+            del self.wanted[peer]
             with suppress(PeerLostError):
                 await self._give(peer, process, step, replica, own, tensors, values)
 
-    def close(self) -> None:
-        """Training has ended: refuse later requests."""
-        self._ended = True
+    def close(self, *, failed: bool = False) -> None:
+        """Training has ended: refuse later requests. ``failed``: by an error, so that others may still train."""
+        self._ended, self._failed = not failed, failed
         self._has_state.set()  # ends the waits for it
         self.wanted.clear()
 
     async def _note(self, caller: PeerId, incarnation: Value, wait: Value) -> Value:
-        """The answer: which process of this worker will give its state; ``False``: training has ended; ``None``: it has no state
-        itself, and was not to ``wait`` for one."""
+        """The answer: which process of this worker will give its state; ``False``: training has ended; ``None``: it will never
+        have one, or has none yet, and was not to ``wait`` for it."""
         if not isinstance(incarnation, int):
             raise ProtocolError(f"{caller} asked for the state as process {incarnation!r:.60}, which must be a whole number")
         if wait is True:
             await self._has_state.wait()  # whoever asks has a time-out
-        if not self._has_state.is_set():
+        if self._failed or not self._has_state.is_set():
             return None
         if self._ended:
             return False
@@ -121,6 +124,7 @@ class NeighboursState:
         self._endpoint, self._members, self._timeout_s = endpoint, members, timeout_s
         self._process: int | None = None
         self._first = 0
+        self._all_trained = False  # as one of those asked has said
         self.source: PeerId = ""
         """The worker whose state it is, once it has been found."""
 
@@ -129,15 +133,16 @@ class NeighboursState:
         next.
 
         Those before this worker are asked first. One that is late itself is asked to wait for its own state only if none of the
-        others trains. Raises `PeerLostError` if nobody can give one."""
+        others trains. Raises `TooLateError` if all has been trained, and `PeerLostError` if nobody can give one."""
         # Asked before the others know of this worker: later the source might be past this worker's first step when it hears of it.
         # So those asked do not wait for this worker, whatever they wait for.
         await self._find(wait=False)
         if not self.source:
             await self._find(wait=True)
+        if not self.source and self._all_trained:
+            raise TooLateError(self._endpoint.peer, "the others have trained all there was")
         if not self.source:
-            why = "there is none that still trains, so it is too late to join"
-            raise PeerLostError("the other workers", why, waiting_for="the state of one of them")
+            raise PeerLostError("the other workers", "there is none that trains", waiting_for="the state of one of them")
         self._first = await self._members.join()
         return self._first
 
@@ -147,15 +152,24 @@ class NeighboursState:
         for peer in self._members.neighbours():
             with suppress(PeerLostError):  # then another one
                 answer = (await self._endpoint.request(peer, _METHOD, own, wait, timeout=self._timeout_s)).meta
-                if isinstance(answer, int) and not isinstance(answer, bool):
+                if answer is False:
+                    self._all_trained = True
+                elif isinstance(answer, int) and not isinstance(answer, bool):
                     self.source, self._process = peer, answer
                     return
 
     async def take(self, replica: Replica, own: Callable[[str], Payload | None] = lambda name: None) -> None:
         """Wait for the state, and write it to ``replica``. ``own(name)``: where something that the exchange keeps belongs. Raises
-        `PeerLostError`, `PeerTimeoutError`, and `ProtocolError` if the source has something else."""
+        `TooLateError` if the source has ended its training without another step, `PeerLostError`, `PeerTimeoutError`, and
+        `ProtocolError` if the source has something else."""
         while True:
-            listed, about = unpack_manifest(await self._receive((_METHOD,), None))
+            try:
+                received = await self._receive((_METHOD,), None)
+            except PeerLostError as error:
+                if error.finished:
+                    raise TooLateError(self._endpoint.peer, f"{self.source} has trained all there was") from None
+                raise
+            listed, about = unpack_manifest(received)
             # Another process that had this worker's name may have asked before it was lost; what it was given comes first.
             mine = about[_TO] == self._members.own_incarnation
             if mine and about[_STEP] != self._first:

@@ -15,7 +15,7 @@ import numpy.random  # noqa: F401 - all workers use it: once, for all of them
 import torch
 from setproctitle import setproctitle
 
-from zmqtrain.errors import ConnectivityError, HostLostError, UsageError
+from zmqtrain.errors import ConnectivityError, HostLostError, TooLateError, UsageError
 from zmqtrain.heap import keep_memory
 from zmqtrain.launcher.signals import wanted_on_sigterm
 from zmqtrain.membership.actions import TOLD_TO_END
@@ -75,6 +75,8 @@ async def _stoppable(environment: RoleEnvironment) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
     try:
         await role
+    except TooLateError as error:  # it was refused at the door: the others need it no more
+        sys.stderr.write(f"{error}\n")
     except asyncio.CancelledError:
         if not told.is_set():
             raise

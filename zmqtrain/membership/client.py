@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
-from zmqtrain.errors import ProtocolError
+from zmqtrain.errors import ProtocolError, ZmqTrainError
 from zmqtrain.membership.alike import Difference, Facts
 from zmqtrain.membership.touch import Touch, repeated
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId, Returned
 from zmqtrain.topology.timeouts import Timeouts
+from zmqtrain.waiting import abandoned
 from zmqtrain.wire.payload import Value
 from zmqtrain.world import random_bits
 
@@ -57,7 +59,10 @@ class Membership:
         self._reporting = asyncio.Lock()  # one at a time: they are numbered in the order of their arrival
         self._callbacks: list[HaltCallback] = []
         self._view_callbacks: list[ViewCallback] = []
+        self._rifts: dict[tuple[PeerId, int], str] = {}  # workers that are lost to this one, and which process -> why
+        self._rift = asyncio.Event()
         self._left = False
+        self._needless = False
 
     @classmethod
     async def join(cls, endpoint: Endpoint, *, coordinator_address: str, timeouts: Timeouts) -> Membership:
@@ -92,7 +97,11 @@ class Membership:
 
     async def keep_in_touch(self) -> None:
         """Find the way back to the coordinator whenever it was lost. Run it as a task, and cancel it at the end."""
-        await self._touch.run(self._come_back, self._give_up)
+        telling = asyncio.create_task(self._tell_rifts(), name="tell with whom touch was lost")
+        try:
+            await self._touch.run(self._come_back, self._give_up)
+        finally:
+            await abandoned([telling])
 
     def hurry(self) -> None:
         """Wait no longer than a moment for a coordinator that is away: this process is about to end."""
@@ -186,6 +195,10 @@ class Membership:
         """Call ``callback(view)`` whenever there is a newer view."""
         self._view_callbacks.append(callback)
 
+    def come_too_late(self) -> None:
+        """The others have done this member's work: it will `leave` without having done any."""
+        self._needless = True
+
     async def leave(self) -> None:
         """Leave the run: this member's work is done. From here on the coordinator's silence is not a failure. Idempotent.
 
@@ -196,7 +209,7 @@ class Membership:
             await self._finish()
             if not self._touch.alone_s:
                 self._left = True
-            await self._ask("leave")
+            await self._ask("leave", *([True] if self._needless else []))
             self._left = True
 
     async def _finish(self) -> None:
@@ -282,7 +295,24 @@ class Membership:
             for callback in callbacks:
                 callback(reason)
 
+    async def _tell_rifts(self) -> None:
+        """Tell the coordinator of workers whose links are lost, unless it soon says itself that they are."""
+        while True:
+            await self._rift.wait()
+            await asyncio.sleep(self.timeouts.grace_s)
+            self._rift.clear()
+            rifts, self._rifts = self._rifts, {}
+            for (peer, process), reason in rifts.items():
+                member = self.view.members.get(peer)
+                if member is not None and member.incarnation == process and not self._left:
+                    with suppress(ZmqTrainError):  # then this member is about to end
+                        await self._ask("rift", peer, process, reason)
+
     def _take_lost(self, peer: PeerId, reason: str) -> None:
+        member = self.view.members.get(peer)
+        if member is not None and member.kind == "worker" and self.peer.startswith("worker/"):
+            self._rifts[peer, member.incarnation] = reason
+            self._rift.set()
         # One that has left may still have something to report.
         if peer == COORDINATOR and not self._touch.lose(reason) and not self._left:
             self._stop(

@@ -120,7 +120,7 @@ class Coordinator:
             if self._roster.state is State.FAILED:
                 self.failed.set()
             self._do(self._roster.met())
-        served = ("join", "again", "ready", "barrier", "agree", "needs_all", "alike", "backup", "heartbeat", "exited")
+        served = ("join", "again", "ready", "barrier", "agree", "needs_all", "alike", "backup", "heartbeat", "exited", "rift")
         for name in (*served, "report", "halt", "failed", "leave"):
             endpoint.serve(f"membership.{name}", getattr(self, f"_serve_{name}"))
         endpoint.on_superseded(self._give_way)
@@ -384,6 +384,12 @@ class Coordinator:
         self._do(self._roster.handle_needs_all(caller, str(reason)))
         return None
 
+    async def _serve_rift(self, caller: PeerId, other: Value, process: Value, reason: Value) -> Value:
+        if not isinstance(other, str) or not isinstance(process, int):
+            raise ProtocolError(f"{caller} names a wrong worker with which it has lost touch")
+        self._do(self._roster.handle_rift(caller, other, process, str(reason), self._now()))
+        return None
+
     async def _serve_alike(self, caller: PeerId, subject: Value, host: Value, facts: Value) -> Value:
         said = facts_of(facts)
         if not isinstance(subject, str) or not isinstance(host, str) or said is None:
@@ -456,6 +462,6 @@ class Coordinator:
         self._do(self._roster.handle_failed(caller, report, self._now()))
         return None
 
-    async def _serve_leave(self, caller: PeerId) -> Value:
-        self._do(self._roster.handle_leave(caller, self._now()))
+    async def _serve_leave(self, caller: PeerId, late: Value = False) -> Value:
+        self._do(self._roster.handle_leave(caller, self._now(), late=late is True))
         return None

@@ -23,6 +23,7 @@ from zmqtrain.errors import (
     PeerLostError,
     PeerTimeoutError,
     ProtocolError,
+    TooLateError,
     UsageError,
     ViewChangedError,
     ZmqTrainError,
@@ -54,6 +55,7 @@ from zmqtrain.membership.ledger import (
     value_of_entry,
     value_of_failure,
 )
+from zmqtrain.membership.rifts import Life, Rifts
 from zmqtrain.membership.state import TRANSITIONS, Entry, MemberTable, Presence, State
 from zmqtrain.membership.touch import given_up
 from zmqtrain.membership.view import Member, View
@@ -68,6 +70,8 @@ MOST_OBSERVERS = 64
 MOST_HEARTBEATS = 100
 #: The longest address and reason that are kept.
 LONGEST_TEXT = 1024
+#: Why a worker has left that has trained nothing.
+CAME_TOO_LATE = "it came when the others had trained all there was"
 
 
 class Roster:
@@ -109,6 +113,7 @@ class Roster:
         self._heard = Heard(timeouts, now)
         self._joining = Joins()
         self._barriers = Barriers(timeouts.barrier_s)
+        self._rifts = Rifts(timeouts.grace_s)
         self._version = 0
         self._changes = 0  # of those that can take part, since all had joined
         self._everyone: tuple[tuple[int, bool], tuple[PeerId, ...]] = (-1, False), ()
@@ -203,7 +208,7 @@ class Roster:
         served = self._lasting and any(server.presence is Presence.LEFT for server in self._members.of_kind("server"))
         if self._elastic and entry.member.kind == "worker" and (entry.presence is Presence.LEFT or (entry.gone and served)):
             why = "model servers have ended" if served else "it has left already"
-            return [Refuse(ticket, PeerLostError(peer, f"it is too late to join: {why}"))]
+            return [Refuse(ticket, TooLateError(peer, why))]
         able = (Presence.HERE, Presence.LOST, Presence.ABSENT)
         if again and entry.presence in able and entry.incarnation != incarnation and not stopped:
             agent = self._members.agents.get(entry.member.host)
@@ -214,6 +219,8 @@ class Roster:
             return [Refuse(ticket, UsageError(f"{peer} may join once all members with which the run begins have joined"))]
         if entry.presence in (Presence.LOST, Presence.ABSENT) or self.state in (State.FAILED, State.ENDED) or stopped:
             why = entry.reason or self._end_reason or "the run was stopped"
+            if self._elastic and self.state is State.FINISHING and entry.member.kind == "worker":
+                return [Refuse(ticket, TooLateError(peer, "the others have trained all there was"))]
             return [Refuse(ticket, PeerLostError(peer, f"it is too late to join: {why}"))]
         actions: list[Action] = []
         if entry.presence is not Presence.EXPECTED and entry.incarnation != incarnation:
@@ -472,8 +479,9 @@ class Roster:
         # Its process still exists, and waits for the answer to this very call: so waits for it are not given up here.
         return [*(action for action in gone if not isinstance(action, Drop)), *self._fail_or_go_on(entry, failure, now)]
 
-    def handle_leave(self, peer: PeerId, now: float) -> list[Action]:
-        """A member has done its work and leaves. The others are not told, since its messages may still be on the way to them."""
+    def handle_leave(self, peer: PeerId, now: float, *, late: bool = False) -> list[Action]:
+        """A member has done its work and leaves. The others are not told, since its messages may still be on the way to them.
+        ``late``: it leaves because the others had trained all there was when it came. That says nothing of what they do now."""
         entry = self._members.get(peer)
         if entry is None or not entry.here:
             return []
@@ -481,6 +489,14 @@ class Roster:
         if entry.member.kind == "agent" and waited and self.state is not State.ENDED:
             reason = f"the agent of {entry.member.host} left before its roles"
             return self._lose(entry, reason, HostLostError(reason), now)
+        if late and self._elastic and entry.member.kind == "worker":
+            reason = f"{peer} has left: {CAME_TOO_LATE}"
+            actions = [*self._remove(entry, Presence.LEFT, CAME_TOO_LATE), Note("leave", {"peer": peer}, reason)]
+            if self._some_left():
+                return [*actions, *self._tell_view(reason), *self._maybe_finish(now)]
+            error = PeerLostError(peer, reason)
+            failure = Failure(peer, entry.member.host, None, reason, None, consequence=False, error=error)
+            return actions + self._fail_or_go_on(entry, failure, now)
         actions = self._remove(entry, Presence.LEFT, "it left")
         if entry.member.kind == "observer":
             self._members.remove(peer)
@@ -526,6 +542,14 @@ class Roster:
             return self._joining.discard(peer, reason)
         return self._lose(entry, reason, HostLostError(f"lost {peer} on {entry.member.host}: {reason}"), now)
 
+    def handle_rift(self, peer: PeerId, other: PeerId, process: int, reason: str, now: float) -> list[Action]:
+        """A worker says that its link to ``process`` of another one is lost, although that is a member still. Where the run can go
+        on without one of them, it is decided a moment later which one goes."""
+        one = self._members.get(peer)
+        if one is not None and self._elastic and self.state is State.RUNNING:
+            self._rifts.note((peer, one.incarnation), (other, process), reason[:LONGEST_TEXT], now)
+        return []
+
     def handle_host_ended(self, host: str, reason: str, now: float) -> list[Action]:
         """The engine reports that a host's agent has ended. Ignored for an agent that has left."""
         entry = self._members.agents.get(host)
@@ -540,7 +564,7 @@ class Roster:
         """When `tick` must be called at the latest; ``None`` once the run has ended."""
         if self.state is State.ENDED:
             return None
-        deadlines = [*self._barriers.deadlines(), *self._heard.deadlines()]
+        deadlines = [*self._barriers.deadlines(), *self._heard.deadlines(), *self._rifts.deadlines()]
         if self.state is State.JOINING:
             deadlines.append(self._join_deadline)
         if self._end_deadline is not None:
@@ -559,6 +583,7 @@ class Roster:
                 reason = f"its agent has been silent for {self._timeouts.silent_s:g} s"
                 actions += self._lose(self._members.agents[host], reason, HostLostError(f"lost the host {host}: {reason}"), now)
         actions += self._lose_still(now)
+        actions += self._end_rifts(now)
         actions += self._barriers.tick(now)
         if self.state is State.JOINING and now >= self._join_deadline:
             actions += self._join_timed_out(now)
@@ -577,6 +602,27 @@ class Roster:
                 )
                 error = HostLostError(f"{entry.member.peer} on {entry.member.host}: {reason}")
                 actions += self._lose(entry, reason, error, now)
+        return actions
+
+    def _end_rifts(self, now: float) -> list[Action]:
+        """Workers that cannot reach others any more, although their processes have not ended."""
+
+        def here(life: Life) -> bool:
+            entry = self._members.get(life[0])
+            return entry is not None and entry.member.kind == "worker" and entry.here and entry.incarnation == life[1]
+
+        def last(peer: PeerId) -> tuple[bool, int]:
+            entry = self._members.get(peer)
+            assert entry is not None
+            return not entry.member.ready, entry.member.index
+
+        actions: list[Action] = []
+        for gone in self._rifts.settle(now, here, last):
+            entry = self._members.get(gone.peer)
+            assert entry is not None
+            if self.state is State.RUNNING and entry.here:
+                error = HostLostError(f"{gone.peer} on {entry.member.host}: {gone.reason}")
+                actions += self._lose(entry, gone.reason, error, now)
         return actions
 
     # What follows -------------------------------------------------------------------------------------------------------------
@@ -684,7 +730,8 @@ class Roster:
 
     def _some_left(self) -> bool:
         """Whether a worker is there, or has trained all that there was for it."""
-        return any(other.here or other.presence is Presence.LEFT for other in self._members.of_kind("worker"))
+        workers = self._members.of_kind("worker")
+        return any(other.here or (other.presence is Presence.LEFT and other.reason != CAME_TOO_LATE) for other in workers)
 
     def _maybe_give_up(self, now: float) -> list[Action]:
         """If no worker is left, and none comes back any more, or none has come in time: the run has failed."""

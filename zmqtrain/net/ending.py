@@ -38,7 +38,7 @@ def lost(peer: PeerId, reason: str) -> Ending:
 def left(peer: PeerId) -> Ending:
     """The peer had finished: everything that it had to send has arrived."""
     reason = "it has finished and closed its endpoint"
-    return Ending(reason, lambda waiting_for: PeerLostError(peer, reason, waiting_for=waiting_for), loss=False)
+    return Ending(reason, lambda waiting_for: PeerLostError(peer, reason, waiting_for=waiting_for, finished=True), loss=False)
 
 
 def never_came(peer: PeerId, greet_s: float, address: str, trouble: str = "") -> Ending:

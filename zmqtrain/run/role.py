@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from zmqtrain.errors import TooLateError
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.merged_fc import worker as merged_fc
 from zmqtrain.merged_fc.role import run_fc
@@ -19,10 +20,15 @@ if TYPE_CHECKING:
 async def run_role(context: RoleContext, *, task: Task | None = None) -> None:
     """Run the worker, model server or FC server that the context describes, until it ends.
 
-    ``task``: used by roles that compute, instead of ``[job] task``. Raises the error by which the role fails.
+    ``task``: used by roles that compute, instead of ``[job] task``. Raises the error by which the role fails. A worker that comes
+    when the others have trained all there was is none: it leaves.
     """
     if context.role.kind == "worker":
-        await run_worker(context, task=task, make_work=merged_fc.make_work if context.placement.fc_roles else make_work)
+        try:
+            await run_worker(context, task=task, make_work=merged_fc.make_work if context.placement.fc_roles else make_work)
+        except TooLateError as error:  # nothing is lost without it
+            context.recorder.event("too late", reason=error.reason)
+            context.membership.come_too_late()
     elif context.role.kind == "fc":
         await _while_needed(run_fc(context, task=task), context.membership.finished, context.timeouts.flush_s)
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from zmqtrain.errors import ConnectivityError
+from zmqtrain.errors import ConnectivityError, TooLateError
 from zmqtrain.membership.agent_link import AgentLink
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.description import RunDescription
@@ -198,6 +198,8 @@ async def be_role(plan: Plan, role: RolePlacement, environment: RoleEnvironment,
             from zmqtrain.run.role import run_role
 
             await run_role(context, task=plan.task)
+    except TooLateError:  # as in a real process (`zmqtrain.launcher.child`)
+        pass
     finally:
         place.end()
         await endpoint.close()

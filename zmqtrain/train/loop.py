@@ -18,7 +18,7 @@ from typing import Any
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.data.division import length_of
-from zmqtrain.errors import CheckpointError, PeerLostError, TaskError, UsageError, ZmqTrainError
+from zmqtrain.errors import CheckpointError, PeerLostError, TaskError, TooLateError, UsageError, ZmqTrainError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Exchange, RunModel
 from zmqtrain.exchange.checkpoint_part import wait_committed
@@ -101,6 +101,9 @@ class TrainLoop:
             members.begin_division(restored or 0)
         work.connect(exchange.bucket_ready)
         self.step = first = await self._part.start(restored=restored)
+        steps = self._steps()
+        if members.late and members.slots is None and members.division is None and steps is not None and first >= steps:
+            raise TooLateError(self._endpoint.peer, "the others have begun all steps there are")
         if restored is None:
             for _ in range(first):
                 work.after_step()

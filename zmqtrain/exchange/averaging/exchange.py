@@ -252,7 +252,7 @@ class AveragingExchange(Serverless):
 
     async def stop(self, *, failed: bool = False) -> None:
         if self._source is not None:
-            self._source.close()
+            self._source.close(failed=failed)
         await self._sum.stop()
         await self._under_way.cancel()
         tasks = {flight.task for flight in self._flights.values() if flight.task is not None}

@@ -196,7 +196,7 @@ class GossipExchange(Serverless):
         await self._under_way.settle()
 
     async def stop(self, *, failed: bool = False) -> None:
-        self._source_of_state.close()
+        self._source_of_state.close(failed=failed)
         await self._under_way.cancel()
         await self._sum.stop()
         self._arithmetic.close()
