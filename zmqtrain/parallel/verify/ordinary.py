@@ -65,6 +65,14 @@ def drawing_alike(model: nn.Module, seed: int, step: int) -> Iterator[dict[str, 
             handle.remove()
 
 
+def backward_within(loss: Tensor) -> None:
+    """`Tensor.backward` within `drawing_alike`, where what is computed again (`torch.utils.checkpoint`) draws what it drew before.
+
+    torch's own runs without the modes that are active, since these may take it over."""
+    run = torch.autograd.Variable._execution_engine.run_backward
+    run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def _states(model: nn.Module) -> tuple[Tensor, dict[int, Tensor]]:
     devices = sorted({each.device.index or 0 for each in model.parameters() if each.device.type == "cuda"})
     return generator_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
