@@ -47,6 +47,16 @@ def test_sums_in_memory(dtype: torch.dtype, scale: float) -> None:
     assert Parts(STARTS, NUMEL, dtype).unreached(total) == [0, 2]
 
 
+def test_parameters_without_elements() -> None:
+    parts = Parts((0, 0, 2, 2, 4), 4, torch.float64)
+    flat = fill_unreached(torch.empty(4, dtype=torch.float64))
+    parts.say_reached(flat, but=(0, 3))  # the second and the last but one begin where those do
+    assert parts.unreached(flat) == [0, 2, 3, 4]
+    flat = fill_unreached(torch.empty(4, dtype=torch.float64))
+    parts.say_reached(flat, but=(1, 3))
+    assert parts.unreached(flat) == [0, 1, 2, 3, 4]
+
+
 def test_sums_on_a_server() -> None:
     for order in ([0, 1, 2], [2, 0, 1]):
         total, found = GroupSum([0, 1, 2]), gradients(torch.float32, 3)

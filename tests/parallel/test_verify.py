@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.faults import FAULTS
 from tests.parallel.placed.models import MODELS, Block, made
@@ -270,6 +271,20 @@ class Positions(nn.Module):
         return self.head((self.words(words) * places).mean(1))  # type: ignore[no-any-return]
 
 
+class Recomputed(nn.Module):
+    """Dropout in what backward computes again, within one another."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.dropout, self.reentrant = nn.Linear(6, 8), nn.Linear(8, 5), nn.Dropout(0.3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(self.outer, self.first(x), use_reentrant=self.reentrant))  # type: ignore[no-any-return]
+
+    def outer(self, h: Tensor) -> Tensor:
+        return checkpoint(lambda h: self.dropout(h.tanh()), self.dropout(h), use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
 ORDINARY: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "linear": (lambda: nn.Linear(6, 5), vectors),
     "relu": (lambda: last(8, nn.Linear(6, 8), nn.ReLU()), vectors),
@@ -286,6 +301,8 @@ ORDINARY: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "group norm": (lambda: last(256, nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU()), images),
     "pools": (lambda: last(36, nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.ReLU(inplace=True)), images),
     "channels dropped": (lambda: last(144, nn.Conv2d(3, 4, 3), nn.Dropout2d(0.4)), images),
+    "computed again": (lambda: Recomputed(False), vectors),
+    "computed again, reentrant": (lambda: Recomputed(True), vectors),
     "positions": (Positions, MODELS["transformer"][1]),
     "random leaks": (lambda: last(8, nn.Linear(6, 8), nn.RReLU()), vectors),
     "instance norm": (lambda: last(256, nn.Conv2d(3, 4, 3, padding=1), nn.InstanceNorm2d(4, affine=True)), images),
@@ -294,6 +311,7 @@ ORDINARY: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", ORDINARY)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_ordinary_models_raise_no_false_alarm(name: str, dtype: torch.dtype) -> None:

@@ -48,14 +48,18 @@ class Parts:
         self.starts = tuple(starts)
         self.stops = (*self.starts[1:], numel)
         self._bits = _Bits(dtype)
-        self._firsts = self._bits.places(self.starts)
+        # One without elements has no place for a mark, and begins where the next one does: it counts as not reached.
+        filled = [start < stop for start, stop in zip(self.starts, self.stops, strict=True)] if self.starts else []
+        self._marked = [number for number, some in enumerate(filled) if some]
+        self._empty = [number for number, some in enumerate(filled) if not some]
+        self._firsts = self._bits.places(self.starts[number] for number in self._marked)
 
     def say_reached(self, flat: Tensor, but: Sequence[int] = ()) -> None:
         """Mark all parts as reached, except those with the numbers in ``but``."""
         bits, firsts = self._bits.of(flat), self._firsts.to(flat.device)
         zeros = bits.index_select(0, firsts) == self._bits.smallest
         if but:
-            zeros[list(but)] = False
+            zeros[[place for place, number in enumerate(self._marked) if number in but]] = False
         if bool(zeros.any()):
             bits[firsts[zeros]] = 0
 
@@ -65,7 +69,8 @@ class Parts:
             return []
         zeros = self._bits.of(flat).index_select(0, self._firsts.to(flat.device)) == self._bits.smallest
         # If gradients are rounded, a first element that is too small for its type may have become -0.0, but hardly all elements.
-        return [number for number in zeros.nonzero()[:, 0].tolist() if self._is_unreached(flat, number)]
+        found = [self._marked[place] for place in zeros.nonzero()[:, 0].tolist()]
+        return sorted([*self._empty, *(number for number in found if self._is_unreached(flat, number))])
 
     def _is_unreached(self, flat: Tensor, number: int) -> bool:
         part = flat[self.starts[number] : self.stops[number]]

@@ -22,6 +22,7 @@ from zmqtrain.parallel.deferred import Tape, fill
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.assign import Assigned, Assignment, assign, main_grid
 from zmqtrain.parallel.placed.layers import moved
+from zmqtrain.parallel.placed.padded import zero_padding
 from zmqtrain.parallel.placed.swap import Swap, relink
 from zmqtrain.parallel.placed.tensor import Placed, World, from_local, to_local
 from zmqtrain.parallel.placement import Placement, Range, laid
@@ -168,6 +169,7 @@ class ParallelModel(nn.Module):
         for name, module in model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(_Entering(world, name, self._entry(module, name))))
             self._hooks.append(module.register_forward_hook(_Leaving(world), always_call=True))
+        self._hooks += zero_padding(model)
 
     def run_by(self, forward: Callable[..., Any]) -> None:
         """Let ``forward`` be called for the model's own forward, instead of the model, whose hooks are called elsewhere."""

@@ -316,7 +316,7 @@ class Placed(Tensor):
         if func in BY_SAMPLES:
             args, kwargs = shared_out(args, kwargs or {})
         rule = FUNCTIONS.get(func)
-        if rule is not None:
+        if rule is not None and not _transformed():
             if func not in BOTH and any(world.both for world in _worlds(args)):
                 args, kwargs = pytree.tree_map(along_one, (tuple(args), dict(kwargs or {})))
             found = rule(*args, **(kwargs or {}))
@@ -331,6 +331,11 @@ class Placed(Tensor):
     ) -> Any:
         with _Operators():
             return DISPATCH[0](func, args, kwargs or {})
+
+
+def _transformed() -> bool:
+    """Whether this is within a transform of `torch.func`, which looks into operators: those have rules of their own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from zmqtrain.parallel.communicator import Fabric, Label
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.placed.tensor import Placed
 from zmqtrain.parallel.sums import sum_at_once
+from zmqtrain.parallel.turns import turn
 from zmqtrain.parallel.verify.case import (
     Case,
     Difference,
@@ -89,7 +90,9 @@ class _Comparison:
         return loss
 
     def _step(self, model: ParallelModel, expected: Wanted, phase: Phase) -> None:
-        self._forward(model, expected, phase, "first").backward()  # type: ignore[no-untyped-call]
+        loss = self._forward(model, expected, phase, "first")
+        with turn():  # what is computed again draws again
+            loss.backward()  # type: ignore[no-untyped-call]
         by, of = abs(self._sum(self._found.loss) - expected.loss), abs(expected.loss)
         self._compared(phase, "loss", "", by if by == by else float("inf"), of, 0)
 

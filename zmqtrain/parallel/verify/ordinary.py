@@ -55,6 +55,8 @@ def drawing_alike(model: nn.Module, seed: int, step: int) -> Iterator[dict[str, 
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(enter(name)))
             handles.append(module.register_forward_hook(leave, always_call=True))
+            if isinstance(module, nn.TransformerEncoder):
+                handles += _Unseen().hooks(module)
         handles.append(model.register_forward_hook(end, always_call=True))
         # Backward in this thread: a forward that is computed again within it meets the same masks.
         with _SameMasks(seed, step, layers), torch.autograd.set_multithreading_enabled(False):
@@ -62,6 +64,14 @@ def drawing_alike(model: nn.Module, seed: int, step: int) -> Iterator[dict[str, 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def backward_within(loss: Tensor) -> None:
+    """`Tensor.backward` within `drawing_alike`, where what is computed again (`torch.utils.checkpoint`) draws what it drew before.
+
+    torch's own runs without the modes that are active, since these may take it over."""
+    run = torch.autograd.Variable._execution_engine.run_backward
+    run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _states(model: nn.Module) -> tuple[Tensor, dict[int, Tensor]]:
@@ -74,6 +84,29 @@ def _restore(states: tuple[Tensor, dict[int, Tensor]]) -> None:
     torch.set_rng_state(host)
     for device, state in devices.items():
         torch.cuda.set_rng_state(state, device)
+
+
+class _Unseen:
+    """torch's encoder packs padded samples in evaluation, but not where a mode sees its functions, and then gives other outputs: it
+    is left alone where it draws nothing."""
+
+    def __init__(self) -> None:
+        self._guards: list[Any] = []
+
+    def hooks(self, encoder: nn.TransformerEncoder) -> list[RemovableHandle]:
+        return [
+            encoder.register_forward_pre_hook(self._begins),
+            encoder.register_forward_hook(self._ends, always_call=True),
+        ]
+
+    def _begins(self, encoder: nn.Module, inputs: Any) -> None:
+        if not any(module.training for module in encoder.modules()):
+            self._guards.append(torch._C.DisableTorchFunction())
+            self._guards[-1].__enter__()
+
+    def _ends(self, encoder: nn.Module, inputs: Any, output: Any) -> None:
+        if self._guards:
+            self._guards.pop().__exit__(None, None, None)
 
 
 class _SameMasks(TorchFunctionMode):

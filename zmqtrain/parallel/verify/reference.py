@@ -33,7 +33,7 @@ from zmqtrain.parallel.verify.case import (
     without_own_dropout,
 )
 from zmqtrain.parallel.verify.line import Line
-from zmqtrain.parallel.verify.ordinary import drawing_alike
+from zmqtrain.parallel.verify.ordinary import backward_within, drawing_alike
 from zmqtrain.parallel.verify.sketch import pattern, sketch
 from zmqtrain.parallel.verify.tolerance import distance, largest
 from zmqtrain.parallel.verify.watch import Watch, watching
@@ -383,7 +383,7 @@ def forward(case: Case, model: nn.Module, batch: Batch, phase: Phase, *, backwar
         outputs = [each.detach().clone() for each in tensors_of(output)]
         loss = mean(case.loss(output, batch.target))
         if backward:
-            loss.backward()  # type: ignore[no-untyped-call]
+            backward_within(loss)
     return Outcome(outputs, float(loss.detach()), order)
 
 
