@@ -39,10 +39,10 @@ from zmqtrain.membership.actions import (
     Refuse,
     Ticket,
 )
-from zmqtrain.membership.admission import Admission, Circumstances, Refusal, admit
 from zmqtrain.membership.barrier import Barriers, name_some
 from zmqtrain.membership.chains import Chains
 from zmqtrain.membership.heard import Heard
+from zmqtrain.membership.join_decision import Circumstances, JoinMode, JoinRefused, decide_join
 from zmqtrain.membership.joins import Joins
 from zmqtrain.membership.ledger import (
     CHAINS,
@@ -52,8 +52,8 @@ from zmqtrain.membership.ledger import (
     restore_entry,
     value_of_entry,
 )
-from zmqtrain.membership.rendezvous import Rendezvous
-from zmqtrain.membership.run_state import RunState
+from zmqtrain.membership.member_barriers import MemberBarriers
+from zmqtrain.membership.run_status import RunStatus
 from zmqtrain.membership.state import Entry, MemberTable, Presence, State
 from zmqtrain.membership.touch import given_up
 from zmqtrain.membership.view import Member, View
@@ -94,7 +94,7 @@ class Roster:
         lose touch with the coordinator for a while, so that a broken link alone does not say that one is lost. ``ledger``: what
         another roster of this run has left (`ledger`), of a run in which all had joined; this one goes on from there. ``spare``:
         members that may come once the run has begun."""
-        self._run = RunState(timeouts)
+        self._run = RunStatus(timeouts)
         self._elastic, self._lasting, self._patient = elastic, lasting, patient
         self._chains = chains or Chains()
         self._told = 0  # the version of the newest view that was sent to all
@@ -103,7 +103,7 @@ class Roster:
         self._heard = Heard(timeouts, now)
         self._joining = Joins()
         self._barriers = Barriers(timeouts.barrier_s)
-        self._rendezvous = Rendezvous(self._members, self._barriers)
+        self._meetings = MemberBarriers(self._members, self._barriers)
         self._version = 0
         self._changes = 0  # of those that can take part, since all had joined
         self._complete = False
@@ -193,17 +193,17 @@ class Roster:
             if len(self._members.of_kind("observer")) >= MOST_OBSERVERS:
                 return [Refuse(ticket, UsageError(f"{peer} cannot join: there are {MOST_OBSERVERS} observers already"))]
             entry = self._members.add(Member(peer, "", "", "observer", -1))
-        admission = admit(entry, incarnation, self._circumstances(entry))
-        if isinstance(admission, Refusal):
-            refused: list[Action] = [Refuse(ticket, admission.error)]
-            if admission.is_lost:
+        decision = decide_join(entry, incarnation, self._circumstances(entry))
+        if isinstance(decision, JoinRefused):
+            refused: list[Action] = [Refuse(ticket, decision.error)]
+            if decision.is_lost:
                 reason = "it came back as another process, and its state is lost"
-                refused += self._lose(entry, reason, admission.error, now)
+                refused += self._lose(entry, reason, decision.error, now)
             return refused
-        if admission is Admission.LATE:
+        if decision is JoinMode.LATE:
             return self._join_late(entry, incarnation, address, ticket, now)
         actions: list[Action] = []
-        if admission is Admission.INSTEAD:
+        if decision is JoinMode.INSTEAD:
             actions += self._joining.discard(peer, f"another process has joined as {peer}")
         changed = not entry.here or entry.incarnation != incarnation or entry.member.address != address
         entry.welcome(incarnation, address[:LONGEST_TEXT])
@@ -332,7 +332,7 @@ class Roster:
         error = self._may_not(peer)
         if error is not None:
             return [Refuse(ticket, error)]
-        return self._rendezvous.agree(peer, name, value, members, ticket, now, version=version, newest=self._told, call=call)
+        return self._meetings.agree(peer, name, value, members, ticket, now, version=version, newest=self._told, call=call)
 
     def handle_barrier(
         self, peer: PeerId, name: str, members: Sequence[PeerId] | None, ticket: Ticket, now: float, call: int | None = None
@@ -345,7 +345,7 @@ class Roster:
         if error is not None:
             return [Refuse(ticket, error)]
         version, elastic = self._version, self._elastic
-        return self._rendezvous.reach(peer, name, members, ticket, now, version=version, elastic=elastic, call=call)
+        return self._meetings.reach(peer, name, members, ticket, now, version=version, elastic=elastic, call=call)
 
     def handle_needs_all(self, peer: PeerId, reason: str) -> list[Action]:
         """A worker says that this run cannot continue without any of them, although its topology allows it."""

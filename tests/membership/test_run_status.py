@@ -6,15 +6,15 @@ import pytest
 
 from zmqtrain.errors import HostLostError
 from zmqtrain.membership.actions import Failure
-from zmqtrain.membership.run_state import RunState
+from zmqtrain.membership.run_status import RunStatus
 from zmqtrain.membership.state import State
 from zmqtrain.topology.timeouts import Timeouts
 
 TIMEOUTS = Timeouts.of(60.0)
 
 
-def running() -> RunState:
-    run = RunState(TIMEOUTS)
+def running() -> RunStatus:
+    run = RunStatus(TIMEOUTS)
     run.go(State.RUNNING)
     return run
 
@@ -26,7 +26,7 @@ def loss_of(peer: str, exit_code: int | None = None) -> Failure:
 
 def test_only_transitions_of_the_table_are_possible() -> None:
     with pytest.raises(AssertionError):
-        RunState(TIMEOUTS).go(State.ENDED)
+        RunStatus(TIMEOUTS).go(State.ENDED)
 
 
 def test_the_first_failure_is_why_the_run_fails_and_what_members_are_told() -> None:
@@ -80,7 +80,7 @@ def test_another_coordinator_gives_members_time_to_find_it() -> None:
     run = running()
     run.fail(loss_of("worker/0"), now=0.0)
     run.losses.append("worker/1 is lost")
-    other = RunState(TIMEOUTS)
+    other = RunStatus(TIMEOUTS)
     other.restore(run.state.value, run.end_reason, run.reasons(), now=100.0)
     assert other.reasons() == run.reasons()
     assert other.end_reason == "worker/0 is lost"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from zmqtrain.membership.admission import Admission, Circumstances, Refusal, admit
+from zmqtrain.membership.join_decision import Circumstances, JoinMode, JoinRefused, decide_join
 from zmqtrain.membership.state import Entry, Presence, State
 from zmqtrain.membership.view import Member, MemberKind
 
@@ -34,22 +34,22 @@ AGENT_ABSENT, AGENT_HERE = entry(Presence.ABSENT, "agent"), entry(Presence.HERE,
 
 
 @pytest.mark.parametrize(
-    ("member", "incarnation", "run", "admission"),
+    ("member", "incarnation", "run", "decision"),
     [
-        (entry(Presence.EXPECTED), 1, BEFORE, Admission.FIRST),
-        (entry(Presence.HERE), 1, BEFORE, Admission.FIRST),  # it asks again
-        (entry(Presence.HERE), 2, BEFORE, Admission.INSTEAD),
-        (entry(Presence.HERE, "observer"), 2, RUNNING, Admission.INSTEAD),
-        (entry(Presence.HERE), 1, ELASTIC, Admission.FIRST),
-        (entry(Presence.HERE), 2, ELASTIC, Admission.LATE),
-        (entry(Presence.LOST), 2, ELASTIC, Admission.LATE),
-        (entry(Presence.LOST, "server"), 2, replace(ELASTIC, replaces_servers=True), Admission.LATE),
-        (entry(Presence.ABSENT), 2, replace(ELASTIC, agent=AGENT_HERE), Admission.LATE),
-        (entry(Presence.ABSENT), 2, ELASTIC, Admission.LATE),  # its host has no agent
+        (entry(Presence.EXPECTED), 1, BEFORE, JoinMode.FIRST),
+        (entry(Presence.HERE), 1, BEFORE, JoinMode.FIRST),  # it asks again
+        (entry(Presence.HERE), 2, BEFORE, JoinMode.INSTEAD),
+        (entry(Presence.HERE, "observer"), 2, RUNNING, JoinMode.INSTEAD),
+        (entry(Presence.HERE), 1, ELASTIC, JoinMode.FIRST),
+        (entry(Presence.HERE), 2, ELASTIC, JoinMode.LATE),
+        (entry(Presence.LOST), 2, ELASTIC, JoinMode.LATE),
+        (entry(Presence.LOST, "server"), 2, replace(ELASTIC, replaces_servers=True), JoinMode.LATE),
+        (entry(Presence.ABSENT), 2, replace(ELASTIC, agent=AGENT_HERE), JoinMode.LATE),
+        (entry(Presence.ABSENT), 2, ELASTIC, JoinMode.LATE),  # its host has no agent
     ],
 )
-def test_joins(member: Entry, incarnation: int, run: Circumstances, admission: Admission) -> None:
-    assert admit(member, incarnation, run) is admission
+def test_joins(member: Entry, incarnation: int, run: Circumstances, decision: JoinMode) -> None:
+    assert decide_join(member, incarnation, run) is decision
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_joins(member: Entry, incarnation: int, run: Circumstances, admission: A
     ],
 )
 def test_is_refused(member: Entry, run: Circumstances, message: str, is_lost: bool) -> None:
-    refusal = admit(member, 2, run)
-    assert isinstance(refusal, Refusal)
+    refusal = decide_join(member, 2, run)
+    assert isinstance(refusal, JoinRefused)
     assert message in str(refusal.error)
     assert refusal.is_lost is is_lost

@@ -11,7 +11,7 @@ from zmqtrain.membership.state import MemberTable
 from zmqtrain.net.endpoint import PeerId
 
 
-class Rendezvous:
+class MemberBarriers:
     """Checks calls against the table of members. Callers are members of a run that all have joined."""
 
     def __init__(self, members: MemberTable, barriers: Barriers) -> None:

@@ -9,7 +9,7 @@ from zmqtrain.errors import PeerLostError, ProtocolError, UsageError, ZmqTrainEr
 from zmqtrain.membership.state import Entry, Presence, State
 
 
-class Admission(Enum):
+class JoinMode(Enum):
     """How a process joins."""
 
     FIRST = "first"
@@ -21,7 +21,7 @@ class Admission(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class JoinRefused:
     """The process may not join."""
 
     error: ZmqTrainError
@@ -47,7 +47,7 @@ class Circumstances:
     end_reason: str
 
 
-def admit(entry: Entry, incarnation: int, run: Circumstances) -> Admission | Refusal:
+def decide_join(entry: Entry, incarnation: int, run: Circumstances) -> JoinMode | JoinRefused:
     """Decide about a request to join.
 
     Args:
@@ -64,20 +64,20 @@ def admit(entry: Entry, incarnation: int, run: Circumstances) -> Admission | Ref
     if in_progress and presence in (Presence.HERE, Presence.LOST, Presence.ABSENT) and entry.incarnation != incarnation:
         if presence is Presence.ABSENT and member.is_role and run.agent is not None and not run.agent.here:
             reason = f"its agent must join before it: {run.agent.member.peer} has not joined"
-            return Refusal(PeerLostError(member.peer, reason))
-        return Admission.LATE
+            return JoinRefused(PeerLostError(member.peer, reason))
+        return JoinMode.LATE
     if presence is Presence.ABSENT and run.state is State.JOINING:
-        return Refusal(UsageError(f"{member.peer} may join once all members with which the run begins have joined"))
+        return JoinRefused(UsageError(f"{member.peer} may join once all members with which the run begins have joined"))
     if presence in (Presence.LOST, Presence.ABSENT) or run.state in (State.FAILED, State.ENDED) or run.stopped:
         return _too_late(entry, entry.reason or run.end_reason or "the run was stopped")
     if presence is not Presence.EXPECTED and entry.incarnation != incarnation:
         if member.kind != "observer" and run.state is not State.JOINING:
-            return Refusal(PeerLostError(member.peer, "it came back as another process, and its state is lost"), is_lost=True)
-        return Admission.INSTEAD
+            return JoinRefused(PeerLostError(member.peer, "it came back as another process, and its state is lost"), is_lost=True)
+        return JoinMode.INSTEAD
     if presence is Presence.LEFT:
-        return Refusal(ProtocolError(f"{member.peer} has left already"))
-    return Admission.FIRST
+        return JoinRefused(ProtocolError(f"{member.peer} has left already"))
+    return JoinMode.FIRST
 
 
-def _too_late(entry: Entry, why: str) -> Refusal:
-    return Refusal(PeerLostError(entry.member.peer, f"it is too late to join: {why}"))
+def _too_late(entry: Entry, why: str) -> JoinRefused:
+    return JoinRefused(PeerLostError(entry.member.peer, f"it is too late to join: {why}"))

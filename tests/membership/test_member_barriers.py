@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from zmqtrain.membership.actions import Action, Answer, Refuse
 from zmqtrain.membership.barrier import Barriers
-from zmqtrain.membership.rendezvous import Rendezvous
+from zmqtrain.membership.member_barriers import MemberBarriers
 from zmqtrain.membership.state import MemberTable, Presence
 from zmqtrain.membership.view import Member
 
 
-def rendezvous(count: int = 3) -> tuple[MemberTable, Rendezvous]:
+def meetings_of(count: int = 3) -> tuple[MemberTable, MemberBarriers]:
     members = MemberTable(Member(f"worker/{rank}", "h0", "", "worker", rank) for rank in range(count))
     for entry in members:
         entry.welcome(1, "")
-    return members, Rendezvous(members, Barriers(10.0))
+    return members, MemberBarriers(members, Barriers(10.0))
 
 
 def errors(actions: list[Action]) -> list[str]:
@@ -21,7 +21,7 @@ def errors(actions: list[Action]) -> list[str]:
 
 
 def test_all_workers_are_those_that_are_there_in_an_elastic_run() -> None:
-    members, meeting = rendezvous()
+    members, meeting = meetings_of()
     lost = members.get("worker/2")
     assert lost is not None
     lost.presence = Presence.LOST
@@ -33,7 +33,7 @@ def test_all_workers_are_those_that_are_there_in_an_elastic_run() -> None:
 
 
 def test_members_of_a_barrier_are_members_of_the_run() -> None:
-    _, meeting = rendezvous()
+    _, meeting = meetings_of()
     for who, why in (
         (["worker/0", "worker/9"], "with worker/9, not part of this run"),
         (["worker/1"], "without being one of its members"),
@@ -43,7 +43,7 @@ def test_members_of_a_barrier_are_members_of_the_run() -> None:
 
 
 def test_an_agreement_about_an_older_view_is_refused_and_others_get_the_largest_value() -> None:
-    _, meeting = rendezvous()
+    _, meeting = meetings_of()
     who = ["worker/0", "worker/1"]
     (error,) = errors(meeting.agree("worker/0", "step", 3, who, 1, 0.0, version=1, newest=2))
     assert error == "the members have changed: view 2 is the newest, not 1"

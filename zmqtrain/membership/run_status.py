@@ -13,7 +13,7 @@ from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 
 
-class RunState:
+class RunStatus:
     """The run as a whole. What each member does is the roster's business (`zmqtrain.membership.roster`).
 
     ``now`` is the loop's clock and never goes back."""
