@@ -33,7 +33,7 @@ Point: TypeAlias = tuple[float, float, float]
 Json: TypeAlias = dict[str, Any]
 
 
-class Figures:
+class ReportFigures:
     """Feed it the lines of ``events.jsonl`` (`add`), then take `to_dict`."""
 
     def __init__(self, *, group_size: int = 1) -> None:
@@ -272,7 +272,7 @@ def _matrix(traffic: Mapping[str, Mapping[str, int]]) -> Json:
 
 def figures_of(events: Iterable[Mapping[str, Any]], *, group_size: int = 1) -> Json:
     """All figures of a run."""
-    figures = Figures(group_size=group_size)
+    figures = ReportFigures(group_size=group_size)
     for event in events:
         figures.add(event)
     return figures.to_dict()
