@@ -455,7 +455,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 class _Call:
-    """A collective that is being carried out: what this rank tells the others of it."""
+    """A collective in progress, as this rank describes it to the others."""
 
     def __init__(self, transport: RankTransport, name: str, stream: int, number: int, what: str, more: str, before: bool) -> None:
         self._transport, self._name, self._stream, self._number = transport, name, stream, number

@@ -332,7 +332,7 @@ class ModelServerExchange:
         """Read the parameters of one moment. For its next step a group reads buckets at different moments, while others push, so it
         reads once more here. That is not needed in synchronous training; with snapshots only for what is kept a moment later."""
         settings = self._settings
-        alone = self._members is not None  # then whoever asks is the one that reads
+        alone = self._members is not None  # then the caller is the one that reads
         if not (alone or settings.group == 0) or not (last or (self.moves and (kept is not None or not settings.snapshot))):
             return
         versions = dict(self._versions)

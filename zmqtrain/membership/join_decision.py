@@ -31,7 +31,7 @@ class JoinRefused:
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What of the run decides who may join."""
+    """The state of the run, as far as it decides who may join."""
 
     state: State
     elastic: bool

@@ -139,7 +139,7 @@ class Roster:
 
     @property
     def state(self) -> State:
-        """The run's."""
+        """The state of the run."""
         return self._run.state
 
     @property

@@ -236,7 +236,7 @@ class ModelServer:
         return self._serving, self._lives
 
     def _maybe_end(self) -> None:
-        """End, if all that train have finished, and somebody has."""
+        """End if all workers that train have finished, and at least one has."""
         if self._done.done() or self._lives is None or not self._lives.all_gone:
             return
         if self._lives.ended:

@@ -25,7 +25,7 @@ from zmqtrain.train.loss_graph import ADDS, BENDS, MEAN, MOST_NODES, SCALES, chi
 
 #: A constant with more elements is not compared.
 MOST_ELEMENTS = 4096
-#: Of so many outputs of forwards the second derivatives are looked at.
+#: The most outputs of forwards whose second derivatives are computed.
 MOST_OUTPUTS = 8
 
 OF_SAMPLES = (

@@ -17,7 +17,7 @@ from zmqtrain.observe.sums import SLOWEST, SUMS, fields_of, parts_in, parts_of, 
 
 #: The most points of a curve; more are averaged.
 MOST_POINTS = 600
-#: Means over groups are taken at each step, or for longer runs at so many ranges of steps.
+#: Means over groups are taken at each step, or for longer runs at this many ranges of steps.
 MOST_RANGES = 10 * MOST_POINTS
 #: The most groups with a curve of their own, and the most ranks and peers with a row; more are drawn together.
 MOST_ROWS = 32
