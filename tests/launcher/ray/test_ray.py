@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from tests.launcher.environment.nodes import Nodes
-from tests.launcher.ready import warm
 from tests.patience import PATIENCE_S
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.engine import Gathering
@@ -37,14 +36,7 @@ threads = 1
 kind = "allreduce"
 [engine]
 kind = "ray"
-ray = {{ address = "{address}"{nodes} }}
-"""
-#: A node of its cluster, whose agent finds a fork server that has imported torch.
-HOST = """
-[[hosts]]
-name = "node{number}"
-slots = 1
-python = "{python}"
+ray = {{ address = "{address}", nodes = 2 }}
 """
 #: Joins and meets the other one. Then it stays, where it is told to.
 SCRIPT = """
@@ -115,14 +107,12 @@ def cluster() -> Iterator[str]:
 
 def test_runs_on_a_cluster(tmp_path: Path, cluster: str) -> None:
     """Two at once: one comes to its end, the other loses an actor, and with it a host."""
+    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(address=cluster))
     (tmp_path / "script.py").write_text(SCRIPT)
     environ = {"PYTHONPATH": str(ROOT)}
-    with warm() as started, Nodes(tmp_path) as nodes:
-        hosts = [HOST.format(number=number, python=started.python) for number in (1, 2)]
-        (tmp_path / "ends.toml").write_text(TOPOLOGY.format(address=cluster, nodes="") + "".join(hosts))
-        (tmp_path / "stays.toml").write_text(TOPOLOGY.format(address=cluster, nodes=", nodes = 2"))
+    with Nodes(tmp_path) as nodes:
         for name in ("ends", "stays"):
-            nodes.start(name, ["launch", "--run-dir", name, f"{name}.toml", "script.py", name], environ)
+            nodes.start(name, ["launch", "--run-dir", name, "trial.toml", "script.py", name], environ)
         nodes.until(lambda: all((tmp_path / f"stays-{rank}").exists() for rank in range(2)))
         roles = [psutil.Process(int((tmp_path / f"stays-{rank}").read_text())) for rank in range(2)]
         agents = [role.parent().parent() for role in roles]
