@@ -21,13 +21,20 @@ from hypothesis import HealthCheck, settings
 from tests import last_words
 from tests.patience import pytest_timeout_set_timer
 from tests.rewritten import compile_share
+from zmqtrain.data.seeding import seed_torch
 from zmqtrain.simulate.clock import VirtualLoop
+from zmqtrain.train.compiler import postpone
 
 __all__ = ["pytest_timeout_set_timer"]  # a hook: pytest finds it here
 
 # What tests leave in cycles is small, and the modules and tests that are read first are no garbage. Python would look through new
 # objects for each 700 of them, and through all a dozen times before the first test.
 gc.set_threshold(20_000, 20, 20)
+
+# As in the roles of a launch: marks for the compiler, which no test here uses, are 7 % of the time of small divided models.
+postpone()
+# The stack of a test is deep, and torch would keep a trace of it for devices that are not here: 3 ms a call.
+torch.manual_seed = seed_torch
 
 settings.register_profile("fast", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fast")

@@ -58,7 +58,14 @@ LONG_S = 50.0
 #: Steps before the trace begins: connections are made, and optimizers have their state.
 WARM_UP = 2
 TRACED = 2
-NOT_COUNTED = ("zmqtrain.events", "zmqtrain.train.device", "zmqtrain.net.monitor", "zmqtrain.parallel.turns")
+#: Beside the way: records, the device, monitors, locks of threads, and the stand-in for torch's compiler, which optimizers ask.
+NOT_COUNTED = (
+    "zmqtrain.events",
+    "zmqtrain.train.device",
+    "zmqtrain.net.monitor",
+    "zmqtrain.parallel.turns",
+    "zmqtrain.train.compiler",
+)
 WORKERS = ("worker/0", "worker/1")
 SERVER = "server/0"
 

@@ -75,8 +75,9 @@ def started(program: str, arguments: list[str], folder: Path) -> tuple[int, str]
 def run(program: str, arguments: list[str], folder: Path) -> tuple[int, str]:
     """As `started`, but forked by a process that has imported torch for all of them, where that shows the same."""
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
-    # A launch that tunes itself makes several runs, each with a zygote of its own. One torchrun shows all that torchrun does.
-    if not ready_process().serves(environment) or "auto.toml" in arguments or (program == "torchrun" and "zmq" in arguments):
+    # A launch that tunes itself makes several runs, each with a zygote of its own. That torchrun itself starts programs with this
+    # backend is shown by tests/integrations/test_frameworks.py, with Accelerate's launcher.
+    if not ready_process().serves(environment) or "auto.toml" in arguments:
         return started(program, arguments, folder)
     with open(folder / "output", "wb") as output, ExitStack() as stack:
         if program == "torchrun":

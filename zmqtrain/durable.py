@@ -1,4 +1,4 @@
-"""Files that are whole whenever somebody reads them, and what must still be on disk after a power failure."""
+"""Files that readers never see half written, and what must still be on disk after a power failure."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ class EngineError(ZmqTrainError):
 
 
 class RunFailedError(ZmqTrainError):
-    """A run that this program has launched (`zmqtrain.launch`) has failed, or was ended by somebody else.
+    """A run that this program has launched (`zmqtrain.launch`) has failed, or was ended from outside.
 
     ``verdict`` and ``exit_code`` are the run's.
     """

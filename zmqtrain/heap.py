@@ -66,7 +66,7 @@ def returning_blocks(nbytes: int) -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Give all memory that is free to the kernel now, holes in the heap among it (glibc only): what comes needs none of it."""
+    """Return all free memory to the kernel now, holes in the heap included (glibc only), because it is not needed soon."""
     trim = _function("malloc_trim")
     if trim is not None:
         trim(ctypes.c_size_t(0))

@@ -11,7 +11,7 @@ from zmqtrain.data.seeding import seed_torch
 @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1])
 @pytest.mark.parametrize("cuda", [None, ()], ids=["all devices", "the CPU"])
 def test_draws_are_those_of_torch(seed: int, cuda: tuple[()] | None) -> None:
-    torch.manual_seed(seed)
+    torch.random.manual_seed(seed)
     expected = torch.randn(3)
     seed_torch(seed, cuda)
     assert torch.equal(torch.randn(3), expected)

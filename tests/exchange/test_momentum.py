@@ -127,7 +127,7 @@ def task(momentum: float) -> Task:
     ("staleness", "momentum", "look_ahead", "explicit", "fitted", "steps"),
     [  # what is fitted needs many updates, but without noise in when they come
         ("async", "auto", "none", 0.6, 0.9, 300),
-        ("async", 0.15, "none", 0.15, 0.7875, 300),
+        ("async", 0.15, "none", 0.15, None, 80),
         ("async", "task", "none", 0.9, None, 80),
         ("sync", "auto", "auto", 0.9, 0.9, 150),
         ("async", 0.0, "auto", 0.0, 0.75, 300),

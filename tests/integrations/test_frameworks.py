@@ -75,6 +75,7 @@ def test_transformers_trainer_with_groups() -> None:
             ranks("transformers.trainer", "transformers.models.vit.modeling_vit", "sklearn.datasets"),
             "transformers_digits.py",
             "model_server",
+            every=2,
         )
     )
     assert set(found) == {"model_server"}

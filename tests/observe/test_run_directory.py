@@ -144,7 +144,7 @@ def test_a_directory_that_somebody_removes(tmp_path: Path) -> None:
     directory.log("worker/0", "a line\n")
     directory.leave("summary.json", {"status": "done"})
     directory.close()
-    assert said == [f"warning: somebody has removed {directory.path}: nothing about this run is kept. Training continues"]
+    assert said == [f"warning: {directory.path} has been removed: nothing about this run is kept. Training continues"]
     assert directory.gone
     assert directory.unwritten == [f"{directory.path}: it was removed while the run was using it"]
 

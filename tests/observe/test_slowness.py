@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.observe.live import Rows
+from zmqtrain.observe.live import TableRows
 from zmqtrain.observe.slowness import Slow, Slowness
 from zmqtrain.observe.summary import Summary
 
@@ -118,7 +118,7 @@ def test_a_worker_that_is_lost_is_compared_with_nobody() -> None:
 
 
 def test_the_table_and_the_summary_name_it() -> None:
-    table, summary = Rows({"worker/1": 0}), Summary()
+    table, summary = TableRows({"worker/1": 0}), Summary()
     for slow in told(steps=300, compute=lambda rank, step: 0.3 if rank == 1 and step < 150 else 0.1):
         event = line("slow", 1, slow.since_step + 40, 1.0, slow.values())
         table.add(event, 1.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.observe.live import Rows
+from zmqtrain.observe.live import TableRows
 from zmqtrain.observe.report.figures import MOST_POINTS, figures_of
 from zmqtrain.observe.spread import LINE_PRECISION
 from zmqtrain.observe.strict_json import dumps
@@ -177,7 +177,7 @@ def test_a_summary_of_the_file_is_the_summary_of_the_events() -> None:
 
 def test_the_table_follows_the_file_of_a_fast_run() -> None:
     events = a_run(workers=1, steps=1000)
-    table = Rows({"worker/0": 0})
+    table = TableRows({"worker/0": 0})
     for line in written(events):
         table.add(line, line["time"])
     assert table.groups[0].step == 1000

@@ -51,7 +51,7 @@ def test_who_may_not(run: Topology, here: View, why: str) -> None:
         ("gossip", {"max_workers": 4}, "max_workers is for all-reduce"),
         ("allreduce", {"max_workers": 4}, "max_workers is for elastic runs"),
         ("allreduce", {"max_workers": 1, "elastic": True}, "max_workers is 1, but the run has 2 workers"),
-        ("allreduce", {"max_workers": 1000, "elastic": True}, "too few for so many"),
+        ("allreduce", {"max_workers": 1000, "elastic": True}, "fewer than that"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(kind: str, job: dict[str, Any], why: str) -> None:

@@ -18,7 +18,7 @@ from zmqtrain.host.window import At, Window, as_bytes
 
 
 class OneHost:
-    """Implements `zmqtrain.c10d.transport.Transport` in shared memory."""
+    """Implements `zmqtrain.c10d.transport.RankTransport` in shared memory."""
 
     def __init__(self, arena: Arena, rank: int, names: Sequence[str], *, timeout_s: float, setting: str) -> None:
         """Blocks until all ranks have arrived. ``names``: those of the ranks, for errors."""

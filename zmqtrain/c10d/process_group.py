@@ -26,7 +26,7 @@ from zmqtrain.c10d.flat import Flat, Flats, with_memory
 from zmqtrain.c10d.operations import Reduction, reduction_of
 from zmqtrain.c10d.order import PROGRAM, Following, next_call
 from zmqtrain.c10d.sparse import add_sparse
-from zmqtrain.c10d.transport import Transport
+from zmqtrain.c10d.transport import RankTransport
 from zmqtrain.c10d.work import Handle, Lane, after_the_device
 
 #: Results of one element whose handles stay: `DistributedDataParallel.join` gives the handle of its flag to torch's C++ code, which
@@ -49,7 +49,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     the same bits on all ranks, and in every run.
     """
 
-    def __init__(self, transport: Transport, rank: int, size: int, names: Sequence[str]) -> None:
+    def __init__(self, transport: RankTransport, rank: int, size: int, names: Sequence[str]) -> None:
         super().__init__(rank, size)
         self._transport, self._rank_here, self._size_here, self._names = transport, rank, size, names
         self._lane = Lane("zmqtrain-c10d", transport.goes_on, transport.look, transport.timeout_s)
@@ -455,9 +455,9 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 class _Call:
-    """A collective that is being carried out: what this rank tells the others of it."""
+    """A collective in progress, as this rank describes it to the others."""
 
-    def __init__(self, transport: Transport, name: str, stream: int, number: int, what: str, more: str, before: bool) -> None:
+    def __init__(self, transport: RankTransport, name: str, stream: int, number: int, what: str, more: str, before: bool) -> None:
         self._transport, self._name, self._stream, self._number = transport, name, stream, number
         self.what, self._more, self._before = what, more, before
 

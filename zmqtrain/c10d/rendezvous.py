@@ -16,7 +16,7 @@ from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.c10d.notices import SETTING, Notices
 from zmqtrain.c10d.one_host import OneHost
 from zmqtrain.c10d.several_hosts import NetworkThread, SeveralHosts
-from zmqtrain.c10d.transport import Transport
+from zmqtrain.c10d.transport import RankTransport
 from zmqtrain.errors import UsageError
 from zmqtrain.membership.environment import BIND, ENCRYPTED_IO_THREADS, PORTS, ports_in
 from zmqtrain.membership.secret import read_token
@@ -34,7 +34,7 @@ LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"
 
 
-def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta, *, host: str | None = None) -> Transport:
+def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta, *, host: str | None = None) -> RankTransport:
     """Meet the other ranks. Raises `PeerTimeoutError` that names a missing rank, `RunTokenError` that names one with another token,
     and `UsageError` if the backend cannot work here.
 

@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from zmqtrain.c10d.descriptor import Descriptor, require_equal
 from zmqtrain.c10d.errors import MismatchError
 from zmqtrain.c10d.one_host import OneHost, require_splits
-from zmqtrain.c10d.transport import Transport
+from zmqtrain.c10d.transport import RankTransport
 from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_reduce, barrier, broadcast
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
@@ -77,7 +77,7 @@ class NetworkThread:
 
 
 class SeveralHosts:
-    """Implements `zmqtrain.c10d.transport.Transport` over hosts.
+    """Implements `zmqtrain.c10d.transport.RankTransport` over hosts.
 
     Sums are made within each host first. Then rank i of each host handles slice i, with its counterparts on the other hosts: so a
     host's sum is sent once, by all its ranks at the same time. Everything else is sent from rank to rank.
@@ -429,4 +429,4 @@ def _counterparts(hosts: Sequence[Sequence[int]], rank: int) -> list[int]:
 
 
 # Checked here, so that a missing method is found by the type checker.
-_IS_TRANSPORT: type[Transport] = SeveralHosts
+_IS_TRANSPORT: type[RankTransport] = SeveralHosts

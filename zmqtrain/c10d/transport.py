@@ -16,7 +16,7 @@ from zmqtrain.host.channel import Done
 from zmqtrain.host.sums import Combine
 
 
-class Transport(Protocol):
+class RankTransport(Protocol):
     """Carries tensors between the ranks of one group."""
 
     @property

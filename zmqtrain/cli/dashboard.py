@@ -130,7 +130,7 @@ def _say(url: str, folder: Path, address: str, port: int, *, json_lines: bool) -
         target = f"{_user()}{socket.gethostname()}"
         print(f"from another machine: ssh -L {port}:{address}:{port} {target}, and open the same address there", flush=True)
     else:
-        print("the page is not encrypted: whoever can read this network's traffic can read the token, and stop runs", flush=True)
+        print("the page is not encrypted: anyone who can read this network's traffic can read the token and stop runs", flush=True)
 
 
 def _user() -> str:

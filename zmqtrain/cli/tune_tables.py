@@ -15,7 +15,7 @@ from zmqtrain.observe.strict_json import dumps
 from zmqtrain.topology.rounded import rounded_time
 from zmqtrain.topology.schema import Topology
 from zmqtrain.tune.space import Space
-from zmqtrain.tune.trial import Decision, Outcome, Trial
+from zmqtrain.tune.trial import Outcome, SearchDecision, Trial
 from zmqtrain.words import counted
 
 
@@ -62,7 +62,7 @@ class Shown:
         around = f"  ({rounded_time(outcome.spent_s)} including start and end)" if outcome.around_s > outcome.seconds else ""
         return self._print(f"{trial.number:4d}  {trial.phase:14s} {told} {took}  {loss}{staleness}{around}")
 
-    def decision(self, name: str, decision: Decision) -> None:
+    def decision(self, name: str, decision: SearchDecision) -> None:
         """Print a decision of the search."""
         if self._json:
             return self._line({"row": decision.what, "strategy": name, "reason": decision.reason, **decision.values})

@@ -19,7 +19,7 @@ from zmqtrain.wire.payload import Payload
 COPY_BYTES = 512 * 1024
 #: A call that sends no more than this in all sends it over the control lane. On the bulk lane it would wait for all that is on its
 #: way there, however urgent it is: statistics of a batch norm, for which a step stands still, behind megabytes of weight gradients,
-#: for which it does not. At 1 Gbit/s so many bytes delay a heartbeat by half a millisecond.
+#: for which it does not. At 1 Gbit/s this many bytes delay a heartbeat by half a millisecond.
 SMALL_BYTES = 64 * 1024
 #: After a piece of this many bytes other tasks get a turn.
 YIELD_BYTES = 64 * 1024

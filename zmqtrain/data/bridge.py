@@ -29,7 +29,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Work(Protocol[T_co]):
+class Awaitable(Protocol[T_co]):
     """Something that can be awaited once; a coroutine, for example."""
 
     def __await__(self) -> Generator[Any, Any, T_co]: ...
@@ -58,7 +58,7 @@ class Bridge:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    def begin(self, work: Work[T], what: str) -> Begun[T]:
+    def begin(self, work: Awaitable[T], what: str) -> Begun[T]:
         """Let the loop run ``work``. Call `Begun.wait` next. ``what``: its purpose in words, for errors."""
         begun: Begun[T] = Begun(self, what)
         try:
@@ -69,7 +69,7 @@ class Bridge:
                 raise
         return begun
 
-    def call(self, work: Work[T], what: str) -> T:
+    def call(self, work: Awaitable[T], what: str) -> T:
         """Run ``work`` and return its result. KeyboardInterrupt, and anything else that ends the wait, cancels it.
 
         Raises the errors of ``work``, the error given to `abort`, and `UsageError` on the loop's own thread."""
@@ -132,7 +132,7 @@ class Bridge:
         self.abort(ConnectivityError("this worker has ended"))
         await abandoned(self._tasks)
 
-    def _start(self, work: Work[T], begun: Begun[T]) -> None:
+    def _start(self, work: Awaitable[T], begun: Begun[T]) -> None:
         if self._closed:
             work.close()
             return
@@ -141,7 +141,7 @@ class Bridge:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: work.close())  # matters if it was cancelled before its first step
 
-    async def _run(self, work: Work[T], begun: Begun[T]) -> None:
+    async def _run(self, work: Awaitable[T], begun: Begun[T]) -> None:
         result: list[T] = []
         error: BaseException | None = None
         try:

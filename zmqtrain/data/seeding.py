@@ -19,7 +19,7 @@ def seed_torch(seed: int, cuda: Iterable[int] | None = None) -> None:
             devices, also of those that are initialized later.
     """
     if cuda is None and torch.accelerator.current_accelerator() is not None:
-        torch.manual_seed(seed)
+        torch.random.manual_seed(seed)
         return
     torch.default_generator.manual_seed(seed)
     for device in cuda or ():

@@ -47,7 +47,7 @@ class Team:
         return self.name, self.life
 
     def to_value(self) -> Value:
-        """For `teams_of`."""
+        """Plain values, from which `teams_of` makes it again."""
         if self.members == (self.unit,):
             return [self.name, self.life]
         members: list[Value] = [[peer, process] for peer, process in self.members]
@@ -69,7 +69,7 @@ class Change:
         return self.follow.get(team.name, self.since)
 
     def to_value(self) -> list[Value]:
-        """For `of`."""
+        """Plain values, from which `of` makes it again."""
         follow: list[Value] = [[name, step] for name, step in self.follow.items()]
         return [self.since, [team.to_value() for team in self.teams], follow]
 

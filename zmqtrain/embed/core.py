@@ -545,7 +545,7 @@ class Core:
 
 
 class Guarded(Generic[T]):
-    """Implements `zmqtrain.data.bridge.Work`: what `Core.guard` returns."""
+    """Implements `zmqtrain.data.bridge.Awaitable`: what `Core.guard` returns."""
 
     def __init__(self, core: Core, coroutine: Coroutine[Any, Any, T]) -> None:
         self._core, self._coroutine = core, coroutine

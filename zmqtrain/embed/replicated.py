@@ -53,7 +53,7 @@ T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, T], str], T]
 #: The number of watched steps: the second one begins with the gradients that the first has left.
 WATCHED_STEPS = 2
-#: After so many backwards in a session's first step, one looks whether the loop makes steps of its own.
+#: The number of backwards in a session's first step after which the loop is checked for steps of its own.
 BACKWARDS_WITHOUT_STEP = 8
 HOLD = "call session.replicate(model, optimizer, overlap=False)"
 

@@ -220,7 +220,7 @@ class Exchange(Protocol):
 
     @property
     def model(self) -> RunModel:
-        """Who has the parameters that are the run's model, and how they are obtained."""
+        """Which process holds the parameters that become the run's model, and how they are obtained."""
         ...
 
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:

@@ -95,7 +95,7 @@ class Members(Protocol):
         ...
 
     def joins(self, step: int) -> bool:
-        """Whether somebody takes part from ``step`` on. Only when it is known who trains it."""
+        """Whether any worker takes part from ``step`` on. Only to be asked once it is known who trains that step."""
         ...
 
     def there(self, peer: PeerId, step: int) -> bool:

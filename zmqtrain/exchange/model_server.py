@@ -15,12 +15,10 @@ comes late then gets the parameters for its first step from them, and what is be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_gather, all_reduce, broadcast, reduce_scatter
@@ -31,7 +29,6 @@ from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
 from zmqtrain.exchange.beside import Beside
-from zmqtrain.exchange.checkpoint_part import pack_manifest
 from zmqtrain.exchange.clip import GroupClip, square
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.members import Members
@@ -39,29 +36,25 @@ from zmqtrain.exchange.optimizer import require_elementwise
 from zmqtrain.exchange.own_team import OwnTeam
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.push_compression import PushCompression
-from zmqtrain.exchange.server_changes import ServerChanges, base_value
+from zmqtrain.exchange.server_changes import ServerChanges
 from zmqtrain.exchange.server_heads import Heads
 from zmqtrain.exchange.server_messages import (
-    BucketDescription,
-    Configuration,
     PushMeta,
     ReadMeta,
     differing,
-    initial_tag,
     kept_label,
     parameters_tag,
     push_tag,
-    resumed_tag,
 )
 from zmqtrain.exchange.server_reads import ServerReads
 from zmqtrain.exchange.server_settings import ModelServerSettings
+from zmqtrain.exchange.server_start import PiecesOfCheckpoint, configuration_of, numbers_of, send_initial
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.membership.client import Membership
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.elastic import ASKING
 from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.payload import Payload, Value
-from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
 
 
@@ -131,7 +124,7 @@ class ModelServerExchange:
         self._clip: GroupClip | None = None
         self._arithmetic = Arithmetic("zmqtrain-gradients")
         self._compression: PushCompression | None = None
-        self._resumed: tuple[Callable[[int, int, int], tuple[dict[str, Tensor], int]], int] | None = None
+        self._resumed: tuple[PiecesOfCheckpoint, int] | None = None
         self._cut: tuple[Piece, ...] = ()
         if settings.compression != "none":
             self._compression = PushCompression(settings.compression, settings.compression_ratio, settings.compression_rank)
@@ -178,13 +171,17 @@ class ModelServerExchange:
         if settings.group == settings.position == 0:
             self._recorder.event("momentum", **self._compensation.describe(given))
         late = self._take_part()
-        numbers = _numbers(replica.buckets)
-        rises = tuple(map(self._compensation.rise, given.groups))
-        configuration = replace(
-            self._configuration(replica, self._base, restored),
-            rises=rises,
-            ceilings=tuple(map(self._compensation.ceiling, given.groups)),
-            limits=self._compensation.limits(given),
+        numbers = numbers_of(replica.buckets)
+        checkpoint, resumed = (None, None) if self._resumed is None else self._resumed
+        configuration = configuration_of(
+            replica.buckets,
+            self._base,
+            given,
+            settings,
+            self._compensation,
+            self._members,
+            restored=restored,
+            resumed=resumed,
         )
         cut = self._cut = configuration.pieces()
         if self._compression is not None:
@@ -210,7 +207,11 @@ class ModelServerExchange:
                 await self._own_team.entered()
             return first_step
         starting = [self._ask_servers("configure", configuration.to_value())] if settings.group == settings.position == 0 else []
-        await together(self._reads().initial(), self._send_initial(replica), *starting)
+        await together(
+            self._reads().initial(),
+            send_initial(self._endpoint, settings.servers, replica.buckets, self._first, checkpoint),
+            *starting,
+        )
         for bucket in replica.buckets:
             replica.parameters_ready(bucket)
         return None
@@ -332,7 +333,7 @@ class ModelServerExchange:
         """Read the parameters of one moment. For its next step a group reads buckets at different moments, while others push, so it
         reads once more here. That is not needed in synchronous training; with snapshots only for what is kept a moment later."""
         settings = self._settings
-        alone = self._members is not None  # then whoever asks is the one that reads
+        alone = self._members is not None  # then the caller is the one that reads
         if not (alone or settings.group == 0) or not (last or (self.moves and (kept is not None or not settings.snapshot))):
             return
         versions = dict(self._versions)
@@ -392,48 +393,8 @@ class ModelServerExchange:
         if self._compression is not None and isinstance(residuals, dict):
             self._compression.load_state_dict(residuals)
 
-    def hand_to_servers(self, pieces: Callable[[int, int, int], tuple[dict[str, Tensor], int]], step: int) -> None:
+    def hand_to_servers(self, pieces: PiecesOfCheckpoint, step: int) -> None:
         self._resumed = pieces, step
-
-    # Start.
-
-    def _configuration(self, replica: Replica, optimizer: OptimizerSpec, restored: bool) -> Configuration:
-        settings = self._settings
-        return Configuration(
-            buckets=tuple(each for bucket in replica.buckets for each in _descriptions(bucket)),
-            optimizer=optimizer,
-            groups=settings.groups,
-            servers=settings.servers,
-            split_bytes=settings.split_bytes,
-            policy=settings.policy,
-            bound=settings.bound,
-            snapshot=settings.snapshot,
-            clip_norm=settings.clip_norm if self.synchronous else 0.0,
-            restored=restored,
-            resumed=None if self._resumed is None else self._resumed[1],
-            horizon=self._compensation.horizon,
-            phantom=isinstance(replica.buckets[0].parameters, PhantomPayload),
-            elastic=None
-            if self._members is None or self._members.slots is None
-            else base_value(self._members.slots, self._members.teams),
-        )
-
-    async def _send_initial(self, replica: Replica) -> None:
-        for index, own in self._first.items():
-            for piece in own:
-                server = self._settings.servers[piece.server]
-                if self._resumed is not None:
-                    given = await asyncio.to_thread(self._resumed[0], index, piece.start, piece.stop)
-                    await self._send_resumed(server, piece, *given)
-                    continue
-                part = replica.buckets[index].parameters.part(piece.start, piece.stop)
-                await self._endpoint.send(server, initial_tag(piece.index), part)
-
-    async def _send_resumed(self, server: PeerId, piece: Piece, tensors: Mapping[str, Tensor], version: int) -> None:
-        payloads = {name: TensorPayload.of(tensor) for name, tensor in tensors.items()}
-        await self._endpoint.send(server, resumed_tag(piece.index), pack_manifest(payloads, {"version": version}))
-        for payload in payloads.values():
-            await self._endpoint.send(server, resumed_tag(piece.index), payload)
 
     def _reads(self) -> ServerReads:
         """Reads of all of this worker's pieces at once; of all pieces, if no other worker of its group must be lost meanwhile."""
@@ -587,21 +548,3 @@ def _clip(parts: Sequence[Payload], factor: float, *, nothing: bool) -> None:
             part.scale_(factor)
         elif isinstance(part, TensorPayload):
             part.tensor.zero_()
-
-
-def _descriptions(bucket: Bucket) -> list[BucketDescription]:
-    """A bucket as servers know it: one description per row of the grid, if rows have different parts of the model."""
-    dtype, group = bucket.parameters.dtype, bucket.parameter_group
-    if bucket.rows is None:
-        return [BucketDescription(bucket.parameters.numel, dtype, group, starts=bucket.starts)]
-    rows = zip(bucket.rows.numels, bucket.rows.positions, bucket.rows.starts, strict=True)
-    return [BucketDescription(numel, dtype, group, positions, starts if bucket.starts else ()) for numel, positions, starts in rows]
-
-
-def _numbers(buckets: Sequence[Bucket]) -> list[int]:
-    """The number of each of this worker's buckets among those that servers know."""
-    found, before = [], 0
-    for bucket in buckets:
-        found.append(before + (0 if bucket.rows is None else bucket.rows.own))
-        before += 1 if bucket.rows is None else len(bucket.rows.numels)
-    return found

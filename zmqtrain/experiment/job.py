@@ -15,7 +15,7 @@ from zmqtrain.experiment.tuning import tuned
 from zmqtrain.launcher.run import Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
-from zmqtrain.observe.live import View, make_view
+from zmqtrain.observe.live import LiveView, make_view
 from zmqtrain.observe.run_directory import TRAINING, RunDirectory
 from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.plan.regroup import regrouped
@@ -179,7 +179,7 @@ def rest(machine: Machine, setting: Setting, reason: str) -> Trial:
 class Watching(Listening):
     """A listening view that also shows the run."""
 
-    def __init__(self, view: View, monitor: TrialMonitor, halt: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, view: LiveView, monitor: TrialMonitor, halt: Callable[[str], None] = lambda _: None) -> None:
         super().__init__(monitor, halt)
         self._view = view
 

@@ -28,7 +28,7 @@ from zmqtrain.tune.job import space_for
 from zmqtrain.tune.search import Search
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.speeds import Speeds
-from zmqtrain.tune.trial import Decision
+from zmqtrain.tune.trial import SearchDecision
 
 #: Steps of each group in which the speed is measured: the first ones are slower than those to come.
 SPEED = 8
@@ -94,7 +94,7 @@ def _trained(tuning: Tuning, job: JobRuns, space: Space, speeds: Speeds) -> int:
     if speeds.too_short is not None:
         groups = fewest(speeds.known)
         reason = "the most groups that still make it faster (g*), with the task's learning rate and [optimizer] momentum"
-        tuning.decide("speeds", Decision("setting", reason, {"groups": groups}))
+        tuning.decide("speeds", SearchDecision("setting", reason, {"groups": groups}))
         job.train_plainly(groups)
         return 0
     machine = tuning.resumed("omnivore", Search(space_for(space, speeds.known, job_s=speeds.job_s(), spent_s=speeds.search_s)))

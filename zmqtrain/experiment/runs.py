@@ -148,7 +148,7 @@ class LaunchedRuns:
 
 @dataclass(slots=True)
 class Listening:
-    """Implements `zmqtrain.observe.live.View` by listening instead of showing; it stops the run if the monitor gives a reason."""
+    """A `zmqtrain.observe.live.LiveView` that listens instead of showing, and stops the run if the monitor gives a reason."""
 
     monitor: TrialMonitor
     halt: Callable[[str], None] = field(default=lambda _: None)

@@ -27,7 +27,7 @@ from zmqtrain.tune.job import space_of
 from zmqtrain.tune.machine import Machine
 from zmqtrain.tune.plot import curves_svg, trials_svg
 from zmqtrain.tune.space import Space
-from zmqtrain.tune.trial import Decision, Done, Outcome, Setting, Trial
+from zmqtrain.tune.trial import Done, Outcome, SearchDecision, Setting, Trial
 from zmqtrain.world import wall_s
 
 M = TypeVar("M", bound=Machine)
@@ -51,7 +51,7 @@ class Reporter(Protocol):
     def trial(self, name: str, trial: Trial, outcome: Outcome) -> None:
         """The result of a trial of the strategy ``name``."""
 
-    def decision(self, name: str, decision: Decision) -> None:
+    def decision(self, name: str, decision: SearchDecision) -> None:
         """A decision of the strategy ``name``."""
 
     def done(self, row: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class Tuning:
             )
             self._dilation = None
 
-    def decide(self, name: str, decision: Decision) -> None:
+    def decide(self, name: str, decision: SearchDecision) -> None:
         """Save and show a decision."""
         self._event(name, decision.what, decision.reason, dict(decision.values))
         self._shown.decision(name, decision)

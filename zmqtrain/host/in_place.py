@@ -24,7 +24,7 @@ from zmqtrain.host.team import Team
 _FORMAT = struct.Struct("<QQQQ")
 #: Bytes in which a process says where its tensor lies.
 NBYTES = _FORMAT.size
-#: After so many operations in which only some processes' tensors were adopted, a process offers no more: each costs a wait.
+#: After this many operations in which only some processes' tensors were adopted, a process offers no more: each costs a wait.
 _MOST_MIXED = 4
 #: Tensors that stay mapped, the last ones used: as many as whose uses are counted.
 _MOST_OPENED = 256

@@ -106,8 +106,8 @@ class Prepared:
 
     @classmethod
     def of(cls, *, agents: int, entry: str = ENTRY) -> Self:
-        """Fork the zygote, with this entry (`zmqtrain.launcher.forkserver.import_entry`), and so many agents. Nothing is forked if
-        this process has several threads, or before Linux 5.3.
+        """Fork the zygote, with this entry (`zmqtrain.launcher.forkserver.import_entry`), and this number of agents. Nothing is
+        forked if this process has several threads, or before Linux 5.3.
 
         Raises `OSError` if processes cannot be started."""
         prepared = cls()

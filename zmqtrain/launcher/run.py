@@ -34,7 +34,7 @@ from zmqtrain.net.address import without_key
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.zeromq import open_zeromq
-from zmqtrain.observe.live import View
+from zmqtrain.observe.live import LiveView
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.processors import gpus
@@ -61,7 +61,7 @@ class Launch:
         self,
         description: RunDescription,
         directory: RunDirectory,
-        view: View,
+        view: LiveView,
         *,
         emulation: Emulation | None = None,
         engine: Engine | None = None,

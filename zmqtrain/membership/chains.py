@@ -2,7 +2,7 @@
 
 A shard's *chain* begins with the server that serves it; the next one has an equal copy (chain replication: van Renesse and
 Schneider 2004). A server comes into a chain only once it has all that anybody may have seen of the shard, and leaves it when it
-is lost. So whoever is first may serve; and since all processes learn of chains from views, which are numbered, no two ever do.
+is lost. So the first server of a chain may serve; and since all processes learn of chains from numbered views, no two ever do.
 """
 
 from __future__ import annotations

@@ -23,9 +23,7 @@ from zmqtrain.errors import (
     PeerLostError,
     PeerTimeoutError,
     ProtocolError,
-    TooLateError,
     UsageError,
-    ViewChangedError,
     ZmqTrainError,
 )
 from zmqtrain.membership.actions import (
@@ -44,19 +42,20 @@ from zmqtrain.membership.actions import (
 from zmqtrain.membership.barrier import Barriers, name_some
 from zmqtrain.membership.chains import Chains
 from zmqtrain.membership.heard import Heard
+from zmqtrain.membership.join_decision import Circumstances, JoinMode, JoinRefused, decide_join
 from zmqtrain.membership.joins import Joins
 from zmqtrain.membership.ledger import (
     CHAINS,
     MEMBER,
     OPENED,
     RUN,
-    failure_of_value,
     restore_entry,
     value_of_entry,
-    value_of_failure,
 )
+from zmqtrain.membership.member_barriers import MemberBarriers
 from zmqtrain.membership.rifts import Life, Rifts
-from zmqtrain.membership.state import TRANSITIONS, Entry, MemberTable, Presence, State
+from zmqtrain.membership.run_status import RunStatus
+from zmqtrain.membership.state import Entry, MemberTable, Presence, State
 from zmqtrain.membership.touch import given_up
 from zmqtrain.membership.view import Member, View
 from zmqtrain.net.address import without_key
@@ -98,72 +97,68 @@ class Roster:
         lose touch with the coordinator for a while, so that a broken link alone does not say that one is lost. ``ledger``: what
         another roster of this run has left (`ledger`), of a run in which all had joined; this one goes on from there. ``spare``:
         members that may come once the run has begun."""
-        self.state = State.JOINING
-        self.halt_reason: Mapping[str, Any] | None = None
-        self.failures: list[Failure] = []
+        self._run = RunStatus(timeouts)
         self._elastic, self._lasting, self._patient = elastic, lasting, patient
-        self._nobody: tuple[Failure, float] | None = None
-        """While no worker is left, and one may come back: the last loss, and until when one must have come."""
         self._chains = chains or Chains()
-        self._halt_told: dict[str, Any] | None = None  # what the members were told when the run had to stop
-        self._losses: list[str] = []  # losses after which the run continued
         self._told = 0  # the version of the newest view that was sent to all
         self._timeouts = timeouts
         self._members = MemberTable(expected, spare)
         self._heard = Heard(timeouts, now)
         self._joining = Joins()
         self._barriers = Barriers(timeouts.barrier_s)
+        self._meetings = MemberBarriers(self._members, self._barriers)
         self._rifts = Rifts(timeouts.grace_s)
         self._version = 0
         self._changes = 0  # of those that can take part, since all had joined
-        self._everyone: tuple[tuple[int, bool], tuple[PeerId, ...]] = (-1, False), ()
         self._complete = False
         self._join_deadline = now + timeouts.join_s
-        self._end_deadline: float | None = None
-        self._end_reason = ""
         if ledger is not None:
             self._restore(ledger, now)
 
     def ledger(self) -> dict[str, Value]:
         """What must not be forgotten: the members, the state of the run and what was decided."""
-        run: list[Value] = [self.state.value, self._version, self._told, self._complete, self._end_reason, self._elastic]
-        halt: Value = None if self.halt_reason is None else dict(self.halt_reason)
-        failures: list[Value] = [value_of_failure(failure) for failure in self.failures]
+        run: list[Value] = [self.state.value, self._version, self._told, self._complete, self._run.end_reason, self._elastic]
         members = {f"{MEMBER}{entry.member.peer}": value_of_entry(entry) for entry in self._members if not entry.is_observer}
         opened = {f"{OPENED}{name}": value for name, value in self._barriers.opened().items()}
         chains: dict[str, Value] = {CHAINS: self._chains.to_value()} if self._chains else {}
-        return {RUN: [*run, halt, self._halt_told, failures, [*self._losses], self._changes], **chains, **members, **opened}
+        return {RUN: [*run, *self._run.reasons(), self._changes], **chains, **members, **opened}
 
     def _restore(self, ledger: Mapping[str, Any], now: float) -> None:
-        state, version, told, complete, self._end_reason, self._elastic, halt, halt_told, failures, losses, changes = ledger[RUN]
+        state, version, told, complete, end_reason, self._elastic, *reasons, changes = ledger[RUN]
         self._version, self._told, self._complete, self._changes = version, told, complete, changes
         self._chains = Chains.from_value(ledger.get(CHAINS, ()))
-        self.halt_reason, self._halt_told = halt, halt_told
-        self.state, self._losses = State(state), list(losses)
-        self.failures = [failure_of_value(failure) for failure in failures]
+        self._run.restore(state, end_reason, reasons, now)
         for entry in self._members:
             restore_entry(entry, ledger[f"{MEMBER}{entry.member.peer}"])
         for name, value in ledger.items():
             if name.startswith(OPENED):
                 self._barriers.remember(name.removeprefix(OPENED), value)
         self._heard.restore([host for host, entry in self._members.agents.items() if entry.here], now)
-        patience_s = self._timeouts.lost_s  # in which the members find this process
-        if self.state is State.FINISHING:
-            self._end_deadline = now + self._timeouts.request_s + patience_s
-        elif self.state is State.FAILED:
-            self._end_deadline = now + 2 * self._timeouts.grace_s + patience_s
-        elif self._elastic and not self._some_left():
+        if not self._run.is_over and self.state is not State.FINISHING and self._elastic and not self._some_left():
             reason = "all workers were lost before another launcher took over"
             error = HostLostError(reason)
             lost = self._members.of_kind("worker")[0].member
             failure = Failure(lost.peer, lost.host, None, reason, None, consequence=False, error=error)
-            self._nobody = failure, now + self._timeouts.join_s + patience_s
+            self._run.wait_longer_for_a_worker(failure, now)
+
+    @property
+    def state(self) -> State:
+        """The state of the run."""
+        return self._run.state
+
+    @property
+    def failures(self) -> Sequence[Failure]:
+        """All of them so far, the first one first."""
+        return self._run.failures
+
+    @property
+    def halt_reason(self) -> Mapping[str, Any] | None:
+        """Why a role has stopped the run, if one has."""
+        return self._run.halt_reason
 
     def ended(self) -> Outcome | None:
         """How the run has ended, if it has."""
-        if self.state is not State.ENDED:
-            return None
-        return Outcome.of(self._end_reason if self.failures else None, self.failures, self.halt_reason, self._losses)
+        return self._run.ended()
 
     def agents_here(self, *, late: bool = False) -> bool:
         """Whether an agent has not left yet. ``late``: one of those that have come once the run had begun."""
@@ -202,35 +197,18 @@ class Roster:
             if len(self._members.of_kind("observer")) >= MOST_OBSERVERS:
                 return [Refuse(ticket, UsageError(f"{peer} cannot join: there are {MOST_OBSERVERS} observers already"))]
             entry = self._members.add(Member(peer, "", "", "observer", -1))
-        stopped = self.halt_reason is not None and not self._complete
-        kinds = ("worker", "agent", "server") if self._chains else ("worker", "agent")
-        again = self._elastic and self.state is State.RUNNING and entry.member.kind in kinds
-        served = self._lasting and any(server.presence is Presence.LEFT for server in self._members.of_kind("server"))
-        if self._elastic and entry.member.kind == "worker" and (entry.presence is Presence.LEFT or (entry.gone and served)):
-            why = "model servers have ended" if served else "it has left already"
-            return [Refuse(ticket, TooLateError(peer, why))]
-        able = (Presence.HERE, Presence.LOST, Presence.ABSENT)
-        if again and entry.presence in able and entry.incarnation != incarnation and not stopped:
-            agent = self._members.agents.get(entry.member.host)
-            if entry.presence is Presence.ABSENT and entry.member.is_role and agent is not None and not agent.here:
-                return [Refuse(ticket, PeerLostError(peer, f"nobody vouches for it: {agent.member.peer} has not joined"))]
-            return self._join_again(entry, incarnation, address, ticket, now)
-        if entry.presence is Presence.ABSENT and self.state is State.JOINING:
-            return [Refuse(ticket, UsageError(f"{peer} may join once all members with which the run begins have joined"))]
-        if entry.presence in (Presence.LOST, Presence.ABSENT) or self.state in (State.FAILED, State.ENDED) or stopped:
-            why = entry.reason or self._end_reason or "the run was stopped"
-            if self._elastic and self.state is State.FINISHING and entry.member.kind == "worker":
-                return [Refuse(ticket, TooLateError(peer, "the others have trained all there was"))]
-            return [Refuse(ticket, PeerLostError(peer, f"it is too late to join: {why}"))]
-        actions: list[Action] = []
-        if entry.presence is not Presence.EXPECTED and entry.incarnation != incarnation:
-            if entry.member.kind != "observer" and self.state is not State.JOINING:
+        decision = decide_join(entry, incarnation, self._circumstances(entry))
+        if isinstance(decision, JoinRefused):
+            refused: list[Action] = [Refuse(ticket, decision.error)]
+            if decision.is_lost:
                 reason = "it came back as another process, and its state is lost"
-                error = PeerLostError(peer, reason)
-                return [Refuse(ticket, error), *self._lose(entry, reason, error, now)]
+                refused += self._lose(entry, reason, decision.error, now)
+            return refused
+        if decision is JoinMode.LATE:
+            return self._join_late(entry, incarnation, address, ticket, now)
+        actions: list[Action] = []
+        if decision is JoinMode.INSTEAD:
             actions += self._joining.discard(peer, f"another process has joined as {peer}")
-        elif entry.presence is Presence.LEFT:
-            return [Refuse(ticket, ProtocolError(f"{peer} has left already"))]
         changed = not entry.here or entry.incarnation != incarnation or entry.member.address != address
         entry.welcome(incarnation, address[:LONGEST_TEXT])
         if entry.member.kind == "agent":
@@ -257,7 +235,19 @@ class Roster:
             *self._maybe_complete(),
         ]
 
-    def _join_again(self, entry: Entry, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
+    def _circumstances(self, entry: Entry) -> Circumstances:
+        ended = any(server.presence is Presence.LEFT for server in self._members.of_kind("server"))
+        return Circumstances(
+            state=self.state,
+            elastic=self._elastic,
+            replaces_servers=bool(self._chains),
+            stopped=self.halt_reason is not None and not self._complete,
+            servers_have_ended=self._lasting and ended,
+            agent=self._members.agents.get(entry.member.host),
+            end_reason=self._run.end_reason,
+        )
+
+    def _join_late(self, entry: Entry, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
         """A new process joins under the name of a worker that was lost, or that counts as lost now: it takes part in the run in
         progress."""
         peer = entry.member.peer
@@ -269,12 +259,12 @@ class Roster:
                 return [Refuse(ticket, error), *actions]
         if entry.here:
             reason = "it came back as another process"
-            self._losses.append(f"{peer}: {reason}")
+            self._run.losses.append(f"{peer}: {reason}")
             actions += [*self._remove(entry, Presence.LOST, reason), Note("lost", {"peer": peer}, f"{peer}: {reason}")]
         entry.welcome(incarnation, address[:LONGEST_TEXT], ready=not entry.member.is_role)
         entry.exited = False
         if entry.member.kind == "worker":
-            self._nobody = None
+            self._run.a_worker_is_here()
         if entry.member.kind == "agent":
             self._heard.note(entry.member.host, now)
         self._version += 1
@@ -299,7 +289,7 @@ class Roster:
             finish = self.state is State.ENDED
         else:
             finish = entry.member.kind != "worker" and self.state in (State.FINISHING, State.ENDED)
-        missed: dict[str, Value] = {"view": self.view().to_value(), "halt": self._halt_told, "finish": finish}
+        missed: dict[str, Value] = {"view": self.view().to_value(), "halt": self._run.halt_told, "finish": finish}
         return [Answer(ticket, missed, f"{peer} is back in touch")]
 
     def handle_ready(self, peer: PeerId, ticket: Ticket, now: float) -> list[Action]:
@@ -344,24 +334,9 @@ class Roster:
         if known is not None:
             return known
         error = self._may_not(peer)
-        if error is None and version is not None and version < self._told:
-            error = ViewChangedError(f"the members have changed: view {self._told} is the newest, not {version}")
         if error is not None:
             return [Refuse(ticket, error)]
-        who = tuple(sorted(set(members)))
-        refused = self._not_all_here(peer, who, f"the agreement {name!r}")
-        if refused is not None:
-            return [Refuse(ticket, refused)]
-        return self._barriers.arrive(peer, f"agree/{name}", who, ticket, now, value=value, version=version, call=call)
-
-    def _not_all_here(self, peer: PeerId, who: Sequence[PeerId], what: str) -> ZmqTrainError | None:
-        known = [entry for other in who if (entry := self._members.get(other)) is not None]
-        unknown = sorted({*who} - {entry.member.peer for entry in known})
-        if unknown or peer not in who:
-            why = f"with {name_some(unknown)}, not part of this run" if unknown else "without being one of its members"
-            return UsageError(f"{peer} calls {what} {why}")
-        gone = next((entry for entry in known if entry.gone), None)
-        return None if gone is None else PeerLostError(gone.member.peer, gone.reason, waiting_for=what)
+        return self._meetings.agree(peer, name, value, members, ticket, now, version=version, newest=self._told, call=call)
 
     def handle_barrier(
         self, peer: PeerId, name: str, members: Sequence[PeerId] | None, ticket: Ticket, now: float, call: int | None = None
@@ -373,21 +348,8 @@ class Roster:
         error = self._may_not(peer)
         if error is not None:
             return [Refuse(ticket, error)]
-        who = self._all_workers() if members is None else tuple(sorted(set(members)))
-        # A member that is lost ends an open barrier, or is left out: then there is another tuple. So thousands need one check.
-        if not (peer.startswith("worker/") and members is None and self._barriers.is_for(name, who)):
-            refused = self._not_all_here(peer, who, f"the barrier {name!r}")
-            if refused is not None:
-                return [Refuse(ticket, refused)]
-        return self._barriers.arrive(peer, name, who, ticket, now, of_all=self._elastic and members is None, call=call)
-
-    def _all_workers(self) -> tuple[PeerId, ...]:
-        """The members of a barrier of all workers; the same object until the members change."""
-        key = self._version, self._elastic
-        if self._everyone[0] != key:
-            workers = self._members.of_kind("worker")
-            self._everyone = key, tuple(other.member.peer for other in workers if not self._elastic or other.here)
-        return self._everyone[1]
+        version, elastic = self._version, self._elastic
+        return self._meetings.reach(peer, name, members, ticket, now, version=version, elastic=elastic, call=call)
 
     def handle_needs_all(self, peer: PeerId, reason: str) -> list[Action]:
         """A worker says that this run cannot continue without any of them, although its topology allows it."""
@@ -452,15 +414,14 @@ class Roster:
             if not left:
                 actions += self._remove(entry, Presence.LEFT, "it ended without joining")
             return actions + self._maybe_finish(now)
-        if any(failure.peer == peer and failure.report is not None for failure in self.failures):
+        if self._run.has_reported(peer):
             return actions + self._maybe_end()  # it has reported its failure itself
         failure = Failure.of_exit(peer, entry.member.host, exit_code, report, stopped=stopped, left=left, pid=pid)
         ended_by_agent = stopped and report is None  # its exit is not the reason why the run failed before
-        if not ended_by_agent and self._explain(failure):
+        if not ended_by_agent and self._run.explain(failure):
             return actions + self._maybe_end()
         if self._elastic and entry.presence is Presence.LOST and not failure.of_user:
-            if self._nobody is not None and self._nobody[0].peer == peer:  # this explains why its link was lost
-                self._nobody = failure, self._nobody[1]
+            self._run.explain_last_worker(failure)
             return actions + self._maybe_give_up(now) + self._maybe_end()  # the run already continues without it
         had_done_its_part = left and self._elastic and not failure.of_user
         if entry.presence is not Presence.LOST and not had_done_its_part:
@@ -509,13 +470,11 @@ class Roster:
             return []
         if peer != "coordinator" and self._may_not(peer) is not None:
             return []
-        self.halt_reason = dict(reason)
         told = f"{peer} stops the run: {reason.get('message', 'no reason given')}"
         values: dict[str, Any] = {"peer": peer, "reason": dict(reason)}
         actions: list[Action] = [Note("halt", values, told)]
         actions += self._joining.refuse_without(peer, told)
-        self._halt_told = {"kind": "halt", "peer": peer, **reason}
-        return [*actions, *self._tell_all("halt", self._halt_told, told)]
+        return [*actions, *self._tell_all("halt", self._run.halt(peer, reason), told)]
 
     def handle_lost(self, peer: PeerId, reason: str, now: float) -> list[Action]:
         """The endpoint has lost its link to a peer. For a role with an agent, the report of its end is usually on the way; if none
@@ -564,13 +523,9 @@ class Roster:
         """When `tick` must be called at the latest; ``None`` once the run has ended."""
         if self.state is State.ENDED:
             return None
-        deadlines = [*self._barriers.deadlines(), *self._heard.deadlines(), *self._rifts.deadlines()]
+        deadlines = [*self._barriers.deadlines(), *self._heard.deadlines(), *self._rifts.deadlines(), *self._run.deadlines()]
         if self.state is State.JOINING:
             deadlines.append(self._join_deadline)
-        if self._end_deadline is not None:
-            deadlines.append(self._end_deadline)
-        if self._nobody is not None:
-            deadlines.append(self._nobody[1])
         return min(deadlines, default=None)
 
     def tick(self, now: float) -> list[Action]:
@@ -588,7 +543,7 @@ class Roster:
         if self.state is State.JOINING and now >= self._join_deadline:
             actions += self._join_timed_out(now)
         actions += self._maybe_give_up(now)
-        if self._end_deadline is not None and now >= self._end_deadline:
+        if self._run.is_late(now):
             actions += self._time_is_up(now)
         return actions
 
@@ -627,13 +582,9 @@ class Roster:
 
     # What follows -------------------------------------------------------------------------------------------------------------
 
-    def _go(self, state: State) -> None:
-        assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
-        self.state = state
-
     def _may_not(self, peer: PeerId) -> ZmqTrainError | None:
         if self.state is State.ENDED:
-            return PeerLostError("coordinator", f"the run has ended: {self._end_reason}")
+            return PeerLostError("coordinator", f"the run has ended: {self._run.end_reason}")
         entry = self._members.get(peer)
         if entry is None or not entry.here:
             return ProtocolError(f"{peer} is not a member of this run")
@@ -647,7 +598,7 @@ class Roster:
         self._complete = True
         self._version += 1
         self._told = self._version
-        self._go(State.RUNNING)
+        self._run.go(State.RUNNING)
         reason = f"all {len(self._members)} have joined"
         value = self.view().to_value()
         answers = self._joining.answer_all(value, reason)
@@ -718,11 +669,11 @@ class Roster:
         if not self._some_left():
             if not (self.state is State.RUNNING and self._comes_back()):
                 return self._fail(failure, now)
-            self._nobody = failure, now + self._timeouts.join_s
-        self._losses.append(failure.reason)
+            self._run.wait_for_a_worker(failure, now)
+        self._run.losses.append(failure.reason)
         values: dict[str, Any] = {"peer": failure.peer, "host": failure.host, "reason": failure.reason}
         noted = [] if failure.exit_code is None else [Note("lost", values, failure.reason)]
-        if self._nobody is not None:
+        if self._run.last_worker is not None:
             wait_s = self._timeouts.join_s
             reason = f"no worker is left; waiting for up to {wait_s:g} s for one that is started again"
             noted.append(Note("no workers", {"wait_s": wait_s}, reason))
@@ -735,25 +686,15 @@ class Roster:
 
     def _maybe_give_up(self, now: float) -> list[Action]:
         """If no worker is left, and none comes back any more, or none has come in time: the run has failed."""
-        if self._nobody is None or self.state is not State.RUNNING:
+        failure = self._run.last_worker
+        if failure is None or self.state is not State.RUNNING:
             return []
-        failure, deadline = self._nobody
-        return [] if now < deadline and self._comes_back() else self._fail(failure, now)
+        return [] if self._run.may_still_come(now) and self._comes_back() else self._fail(failure, now)
 
     def _comes_back(self) -> bool:
         """Whether a worker may come back, and find what was trained."""
         kept = not any(server.presence is Presence.LEFT for server in self._members.of_kind("server"))
         return self._lasting and kept and self._members.some_return()
-
-    def _explain(self, failure: Failure) -> bool:
-        """The end of a process explains why its link was lost: it replaces the loss as the reason, if the run has failed because
-        of it."""
-        for at, known in enumerate(self.failures):
-            if known.peer == failure.peer and known.exit_code is None:
-                self.failures[at] = failure
-                self._end_reason = failure.reason if self._end_reason == known.reason else self._end_reason
-                return True
-        return False
 
     def _tell_view(self, reason: str, *, but: PeerId | None = None) -> list[Action]:
         """Send all members the current view, which replaces all earlier ones."""
@@ -762,23 +703,15 @@ class Roster:
         return [*self._barriers.outdate(self._version, reason), *tell]
 
     def _fail(self, failure: Failure, now: float) -> list[Action]:
-        self._nobody = None
-        self.failures.append(failure)
-        if self.state in (State.FAILED, State.ENDED):
+        told = self._run.fail(failure, now)
+        if told is None:
             # The remaining members need no new view, but a peer that is lost later must not be waited for either.
             return [*self._tell_all("view", self.view().to_value(), failure.reason), *self._maybe_end()]
-        self._go(State.FAILED)
-        self._end_reason, self._end_deadline = (
-            failure.reason,
-            now + 2 * self._timeouts.grace_s,
-        )  # one to end, one to be killed and reported
-        halt: dict[str, Any] = {"kind": "failure", "peer": failure.peer, "message": failure.reason}
         actions: list[Action] = [Note("failed", {"peer": failure.peer, "reason": failure.reason}, failure.reason)]
         actions += self._joining.refuse_without(failure.peer, failure.reason)
         # The view first: it ends waits for lost members, so that a role is free to receive the rest.
         actions += self._tell_all("view", self.view().to_value(), failure.reason)
-        self._halt_told = self._halt_told or halt
-        actions += self._tell_all("halt", halt, failure.reason)
+        actions += self._tell_all("halt", told, failure.reason)
         return actions + self._maybe_end()
 
     def _tell_all(self, what: Any, value: Value, reason: str) -> list[Push]:
@@ -786,11 +719,10 @@ class Roster:
 
     def _maybe_finish(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        over = self._nobody is None and self._members.all_gone("worker")
+        over = self._run.last_worker is None and self._members.all_gone("worker")
         if self.state in (State.JOINING, State.RUNNING) and over:
-            self._go(State.FINISHING)
+            self._run.finish(now)
             reason = "all workers have left"
-            self._end_deadline = now + self._timeouts.request_s
             actions.append(Note("finishing", {}, reason))
             servers = [entry.member.peer for entry in self._members.of_kind("server", "fc") if not entry.gone]
             actions += [Push(server, "finish", None, reason) for server in servers]
@@ -804,11 +736,7 @@ class Roster:
         return self._end()
 
     def _end(self) -> list[Action]:
-        failed = self.state is State.FAILED
-        self._go(State.ENDED)
-        self._end_deadline = None
-        outcome = Outcome.of(self._end_reason if failed else None, self.failures, self.halt_reason, self._losses)
-        self._end_reason = outcome.reason
+        outcome = self._run.end()
         ended = PeerLostError("coordinator", f"the run has ended: {outcome.reason}")
         refusals: list[Action] = [Refuse(ticket, ended) for ticket in self._barriers.close()]
         refusals += self._joining.refuse_all(ended)

@@ -13,7 +13,7 @@ from zmqtrain.merged_fc.phases import Phase
 from zmqtrain.merged_fc.queue import Turn
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.placed.model import ParallelModel, parallelize
-from zmqtrain.train.divided import DividedShare, Parts, Share
+from zmqtrain.train.divided import DividedShare, PartConverter, Share
 from zmqtrain.train.task import Measure
 
 #: More than the micro-batches of any step, so that each micro-batch has a number of its own.
@@ -26,7 +26,7 @@ class FcLayers:
     def __init__(self, module: Phase | ParallelModel, share: Share, *, groups: int, writes_inputs: bool) -> None:
         """Use `whole` or `divided` to make one."""
         self.module: nn.Module = module
-        self.parts = Parts.of(module)
+        self.parts = PartConverter.of(module)
         """Converts tensors to and from the form that checkpoints have."""
         self._share, self._groups, self._writes_inputs = share, groups, writes_inputs
         self._divided = module if isinstance(module, ParallelModel) else None
@@ -69,7 +69,7 @@ class FcLayers:
 
 def _replace(optimizer: Optimizer, names: dict[int, str], module: ParallelModel) -> None:
     """Put the parts into the optimizer, with any state that it already keeps for the parameters (some keep it from the start)."""
-    parts, cut = dict(module.named_parameters()), Parts.of(module).cut
+    parts, cut = dict(module.named_parameters()), PartConverter.of(module).cut
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):
             name = names[id(parameter)]

@@ -34,7 +34,7 @@ from zmqtrain.merged_fc.messages import (
 )
 from zmqtrain.merged_fc.queue import Applied, EvaluationTurn, FcQueue, Turn, WorkerPlace
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
-from zmqtrain.server.background import Background, Refusals
+from zmqtrain.server.background import Refusals, ServerTasks
 from zmqtrain.server.load import LoadEvents
 from zmqtrain.server.staleness import staleness_values
 from zmqtrain.waiting import task_group, together
@@ -107,7 +107,7 @@ class FcServer:
         begin = loop.time()
         try:
             async with task_group() as tasks:
-                self._background = Background(tasks)
+                self._background = ServerTasks(tasks)
                 self._refusals = Refusals(
                     self._endpoint, "fc_refused", self._recorder, self._background, timeout_s=self._settings.request_s
                 )

@@ -20,7 +20,7 @@ PER_PEER = 5
 
 def allow_open_files(peers: int = 0) -> int:
     """Raise this process's soft limit on open files as far as is useful and permitted. Returns the limit. Raises `HostLimitError`
-    if it cannot be enough for connections to so many ``peers``.
+    if it cannot be enough for connections to ``peers`` peers.
 
     Soft limits are low by default for programs that call ``select``, which takes no descriptor above 1,023.
     """

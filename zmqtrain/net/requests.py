@@ -62,7 +62,7 @@ class Desk:
         self._used: dict[PeerId, int] = {}
         self._turns: dict[PeerId, deque[asyncio.Future[None]]] = {}
         self._handlers: dict[str, Handler] = {}
-        self._takes: dict[str, tuple[float, float]] = {}  # how many arguments: at least, and at most
+        self._takes: dict[str, tuple[Handler, tuple[float, float]]] = {}  # how many arguments: at least, and at most
         self._unserved: dict[str, list[Incoming]] = {}
         self._reported: dict[str, tuple[float, int]] = {}  # method: when its failure was reported, and failures since then
         self._tasks: set[asyncio.Task[None]] = set()
@@ -159,7 +159,7 @@ class Desk:
     # The serving side.
 
     def serve(self, method: str, handler: Handler) -> None:
-        self._handlers[method], self._takes[method] = handler, _arguments(handler)
+        self._handlers[method] = handler
         for incoming in self._unserved.pop(method, ()):
             self._start(method, handler, incoming)
 
@@ -180,7 +180,11 @@ class Desk:
 
     async def _serve(self, handler: Handler, incoming: Incoming) -> None:
         args: Any = incoming.finish().meta
-        least, most = self._takes[str(incoming.tag[2])]
+        method = str(incoming.tag[2])
+        known = self._takes.get(method)
+        if known is None or known[0] is not handler:  # at the first call: most handlers of a process are never called
+            known = self._takes[method] = handler, _arguments(handler)
+        least, most = known[1]
         if not least <= len(args) <= most:
             self._wrong(incoming.source)
             error = ProtocolError(f"{incoming.tag[2]!r} does not take {len(args)} arguments")

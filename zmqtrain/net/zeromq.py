@@ -50,7 +50,7 @@ IPV4_AS_IPV6 = "::ffff:"
 MAX_SOCKETS = 16384
 
 
-#: The kernel asks after callers that were silent for so many seconds.
+#: Seconds of silence after which the kernel probes a connection.
 KEEPALIVE_S = 30
 #: As plain numbers: arithmetic of pyzmq's own enumerations would take as long as the call itself.
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)

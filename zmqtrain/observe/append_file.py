@@ -54,7 +54,7 @@ class AppendFile:
 
     @property
     def removed(self) -> bool:
-        """Whether somebody has removed the file."""
+        """Whether the file has been removed."""
         return self._file is not None and os.fstat(self._file).st_nlink == 0
 
     def close(self) -> str:

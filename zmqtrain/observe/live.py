@@ -25,7 +25,7 @@ from zmqtrain.words import counted
 LINE_EVERY_S = 1.0
 
 
-class View(Protocol):
+class LiveView(Protocol):
     """Shows a run. All methods on the loop's thread."""
 
     def begin(self, title: str) -> None: ...
@@ -45,7 +45,7 @@ class View(Protocol):
     def end(self) -> None: ...
 
 
-class LateView(View, Protocol):
+class LateView(LiveView, Protocol):
     """Shows a run that had begun before."""
 
     def past(self, event: Mapping[str, Any], now: float) -> None:
@@ -65,7 +65,7 @@ class _GroupRow:
     since: float | None = None  # the time from which `samples` counts
 
 
-class Rows:
+class TableRows:
     """The table's rows, as a fold of step events."""
 
     def __init__(self, group_of: Mapping[str, int]) -> None:
@@ -159,7 +159,7 @@ class TableView:
     """A bar and a table that are updated in place, for terminals. Log lines scroll above them."""
 
     def __init__(self, group_of: Mapping[str, int], console: Console) -> None:
-        self._rows = Rows(group_of)
+        self._rows = TableRows(group_of)
         self._console = console
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=False)
 
@@ -207,7 +207,7 @@ class PlainView:
     """About one line per second, for pipes and log files."""
 
     def __init__(self, group_of: Mapping[str, int], *, every_steps: int = 0) -> None:
-        self._rows = Rows(group_of)
+        self._rows = TableRows(group_of)
         self._every_steps = every_steps
         self._next = 0.0
         self._shown_step = 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: A worker's pace is that of so many of its newest marks, which are at least so many seconds apart: the newest minute or, where
+#: A worker's pace is taken from this many of its newest marks, at least this many seconds apart: the newest minute or, where
 #: steps take longer, the newest steps. Evaluations and checkpoints are in it, as they are in what is to come.
 MARKS, APART_S = 60, 1.0
 #: What ends a worker's part in the run. One that exits after it has left has done its part.

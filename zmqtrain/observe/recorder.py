@@ -30,7 +30,7 @@ MOST_POSTS = 200
 LINKS_S, MOST_LINKS = 2.0, 16
 #: The most events that may wait to be posted. Beyond it spans, which only serve display, are dropped and counted.
 MOST_WAITING = 50_000
-#: Events beyond so many are weighed, and beyond so many bytes dropped and counted: the launcher is away.
+#: While the launcher is away: beyond this many events their size is checked, and beyond this many bytes they are dropped.
 FEW_WAITING, MOST_HELD = 2000, 16 << 20
 
 

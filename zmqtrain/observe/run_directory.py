@@ -1,6 +1,6 @@
 """``runs/NAME-NNN/``: what a run leaves behind.
 
-A disk that is full, or a directory that somebody removes, does not end the run: what cannot be written is reported once
+A full disk or a removed directory does not end the run: what cannot be written is reported once
 (`RunDirectory.on_failure`) and listed at the end (`RunDirectory.unwritten`).
 """
 
@@ -115,7 +115,7 @@ class RunDirectory:
 
     @property
     def gone(self) -> bool:
-        """Whether somebody has removed the directory."""
+        """Whether the directory has been removed."""
         return self._gone
 
     def failed(self, name: str, reason: str) -> None:
@@ -198,7 +198,7 @@ class RunDirectory:
         """Notice that the directory has been removed."""
         if not self._gone and not self._closed and self._events.removed and not (self.path / "topology.toml").exists():
             self._gone = True
-            self.on_failure(f"warning: somebody has removed {self.path}: nothing about this run is kept. Training continues")
+            self.on_failure(f"warning: {self.path} has been removed: nothing about this run is kept. Training continues")
 
 
 def log_name(peer: str) -> str:

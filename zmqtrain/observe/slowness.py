@@ -23,7 +23,7 @@ What: TypeAlias = Literal["device", "loader", "link"]
 WINDOW, LEFT_OUT = 20, 5
 #: Steps between looks at a worker, and looks in a row that must agree. Together they outlast what passes by itself.
 STRIDE, TIMES = 10, 3
-#: A worker is slow if what it does takes so many times as long as the others', and slow no longer below the second factor.
+#: A worker is slow if its work takes longer than the others' by the first factor, until it takes longer by less than the second.
 SLOW, FAST_AGAIN = 1.5, 1.25
 #: The same of links, whose speeds vary more.
 SLOW_LINK, FAST_LINK = 2.0, 1.5

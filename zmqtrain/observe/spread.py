@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 
-#: Up to so many values are kept as they are, and quantiles are exact.
+#: Up to this many values are kept as they are, and quantiles are exact.
 MOST_EXACT = 65_536
 #: More values are counted in buckets, and quantiles are right within this share of their size.
 PRECISION = 0.001
@@ -31,7 +31,7 @@ class Buckets:
         self._log = math.log(self._base)
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a finite value, so many times."""
+        """Count a finite value, ``times`` times."""
         self.counts[math.ceil(math.log(max(value, _LEAST)) / self._log)] += times
 
     def value(self, bucket: int) -> float:

@@ -75,7 +75,7 @@ class Pair:
     divided: Paired
 
     def fits(self, rows: int) -> bool:
-        """Whether it can be divided over so many rows."""
+        """Whether it can be divided over ``rows`` rows."""
         return self.divided.divisions(rows) is not None
 
 

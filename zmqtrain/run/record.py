@@ -17,7 +17,7 @@ from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.observe.account import SampleAccount, account_lines
 from zmqtrain.observe.line import line_of
-from zmqtrain.observe.live import View, closing_lines
+from zmqtrain.observe.live import LiveView, closing_lines
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.sinks.base import RunFacts
 from zmqtrain.observe.sinks.fan_out import FanOut
@@ -40,7 +40,7 @@ class RunRecord:
         self,
         description: RunDescription,
         directory: RunDirectory,
-        view: View,
+        view: LiveView,
         *,
         world: Literal["real", "emulated", "simulated"],
         clock: Callable[[], float] | None = None,

@@ -14,7 +14,7 @@ from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 MOST_REFUSALS = 16
 
 
-class Background:
+class ServerTasks:
     """Tasks of a server's group."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
@@ -44,7 +44,7 @@ class Background:
 class Refusals:
     """Tells senders of bad messages what was wrong with them; the server continues."""
 
-    def __init__(self, endpoint: Endpoint, method: str, recorder: Recorder, background: Background, *, timeout_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, method: str, recorder: Recorder, background: ServerTasks, *, timeout_s: float) -> None:
         """``method``: the sender's method that takes the message's tag and the reason."""
         self._endpoint, self._method, self._recorder = endpoint, method, recorder
         self._background, self._timeout_s = background, timeout_s

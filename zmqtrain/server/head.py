@@ -75,7 +75,7 @@ class Head:
         self._replication = Replication(copy.done)
         self._gate = HeadGate(self._replication, membership.finished)
         self._stream: Stream | None = None
-        self._asked = 0  # operations that somebody waits for
+        self._asked = 0  # operations whose callers wait for an answer
         self._incarnation: int | None = None  # of the backup
         self._changed = asyncio.Event()
         copy.serving.gate = self._gate

@@ -22,8 +22,8 @@ class Lives:
     """The processes (a worker's name and its incarnation) that train with one shard, and the teams that they form.
 
     A team trains as long as all its members are there. When one is lost, the others form another team (`change`). In synchronous
-    training the groups that wait for each other wait for that team, too: the first one's place is *kept*, unless nobody of it is
-    left. Once this was told (`progress`), it is so until the next change, whoever else is lost: all workers must be told the same.
+    training the groups that wait for each other wait for that team, too: the first one's place is *kept*, unless none of them is
+    left. Once told (`progress`), it stays so until the next change, whoever is lost: all workers must be told the same.
     """
 
     def __init__(self, serving: Serving, groups: Sequence[Sequence[PeerId]], base: Value, *, keeps_places: bool = False) -> None:
@@ -53,7 +53,7 @@ class Lives:
 
     @property
     def ended(self) -> bool:
-        """Whether all that train have finished, and somebody has."""
+        """Whether all workers that train have finished, and at least one has."""
         return bool(self.finished) and self.finished >= self.training.keys()
 
     @property

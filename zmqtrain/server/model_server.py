@@ -23,7 +23,7 @@ from zmqtrain.exchange.server_changes import CHANGE, HISTORY, MEMBERS
 from zmqtrain.exchange.server_messages import Configuration
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription
-from zmqtrain.server.background import Background
+from zmqtrain.server.background import ServerTasks
 from zmqtrain.server.fill import fill, make_entries
 from zmqtrain.server.lives import Lives, Seen, told_change, told_teams
 from zmqtrain.server.serving import ServerTools, Serving, Shard, report
@@ -96,7 +96,7 @@ class ModelServer:
         pushes, orders = self._endpoint.subscribe("push"), self._endpoint.subscribe("order")
         try:
             async with task_group() as tasks:
-                self._background = background = Background(tasks)
+                self._background = background = ServerTasks(tasks)
                 tools = ServerTools(
                     self._endpoint, self._settings, self._recorder, self._checkpoints, arithmetic, background
                 )  # fmt: skip
@@ -236,7 +236,7 @@ class ModelServer:
         return self._serving, self._lives
 
     def _maybe_end(self) -> None:
-        """End, if all that train have finished, and somebody has."""
+        """End if all workers that train have finished, and at least one has."""
         if self._done.done() or self._lives is None or not self._lives.all_gone:
             return
         if self._lives.ended:

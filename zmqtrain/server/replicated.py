@@ -26,7 +26,7 @@ from zmqtrain.membership.client import Membership
 from zmqtrain.membership.news import News
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
-from zmqtrain.server.background import Background
+from zmqtrain.server.background import ServerTasks
 from zmqtrain.server.fill import fill, make_entries
 from zmqtrain.server.gate import ShutGate
 from zmqtrain.server.head import Head
@@ -112,7 +112,7 @@ class ReplicatedServer:
         pushes, log, logged = topics
         try:
             async with task_group() as tasks:
-                self._background = Background(tasks)
+                self._background = ServerTasks(tasks)
                 lives = [tasks.create_task(each) for each in (self._take_pushes(pushes), self._take_log(log))]
                 lives += [tasks.create_task(self._take_logged(logged)), tasks.create_task(self._finish())]
                 if not self._membership.late:

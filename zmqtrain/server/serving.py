@@ -31,7 +31,7 @@ from zmqtrain.exchange.server_messages import (
 )
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.aggregator import Aggregator, Batch, Keep, Order, OrderedEvent, Push, Update
-from zmqtrain.server.background import Background, Refusals
+from zmqtrain.server.background import Refusals, ServerTasks
 from zmqtrain.server.checkpoint import keep_pieces
 from zmqtrain.server.gate import OPEN, Gate
 from zmqtrain.server.load import LoadEvents
@@ -139,7 +139,7 @@ class ServerTools:
     recorder: Recorder
     checkpoints: ServerCheckpoints | None
     arithmetic: Arithmetic
-    background: Background
+    background: ServerTasks
 
 
 class Serving:

@@ -151,7 +151,7 @@ class SimulatedTransport:
                 self._loop.call_soon(self._link_down, peer, context=self.context)
 
     def review(self) -> None:
-        """What gets through may have changed."""
+        """Try again what could not be sent: faults may have begun or ended."""
         for connection in list(self._connections.values()):
             target = self._network.find(connection.destination)
             if not connection.up:

@@ -69,7 +69,7 @@ def ahead(name: str, places: int) -> str | None:
 
 
 def between(first: str, last: str) -> str:
-    """The range from ``first`` to ``last``, which is `ahead` of it."""
+    """The range from ``first`` to ``last``; ``last`` must be `ahead` of ``first``."""
     low, high = _parts(first), _parts(last)
     assert low is not None
     assert high is not None

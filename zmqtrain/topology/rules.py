@@ -96,7 +96,7 @@ def _others(topology: Topology, most: int) -> Iterator[BrokenRule]:
         )
     elif most * compute.accumulate > compute.groups * compute.batch_size:
         text = (
-            f"max_workers is {most}, but a step has {compute.groups * compute.batch_size} samples, too few for so many: raise "
+            f"max_workers is {most}, but a step has {compute.groups * compute.batch_size} samples, fewer than that: raise "
             "[compute] batch_size"
         )
         yield rule(text, ("job", "max_workers"), ("compute", "batch_size"))

@@ -31,7 +31,7 @@ class Tune(Section):
     learning_rates: Annotated[tuple[Rate, ...], BeforeValidator(_tuple)] = Field(
         default=(1e-4, 1e-3, 1e-2, 1e-1),
         min_length=1,
-        description="Learning rates of the first sweep; later sweeps try the best one and a tenth of it.",
+        description="Learning rates of the first sweep; later sweeps try the best rate and one tenth of that rate.",
     )
     probe: int = Field(
         default=60,

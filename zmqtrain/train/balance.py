@@ -23,7 +23,7 @@ LEAST_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Balance:
     """How many samples each worker takes, and why."""
 
     parts: tuple[int, ...]
@@ -41,7 +41,7 @@ def due(steps: int, every: int) -> bool:
     return steps % every == 0
 
 
-def decide(parts: Sequence[int], sample_s: Sequence[float], *, least: int = 1) -> Decision:
+def decide(parts: Sequence[int], sample_s: Sequence[float], *, least: int = 1) -> Balance:
     """Decide the parts of the workers of a step.
 
     Args:
@@ -52,7 +52,7 @@ def decide(parts: Sequence[int], sample_s: Sequence[float], *, least: int = 1) -
     """
     current = tuple(parts)
     if min(sample_s) <= 0:
-        return Decision(current, False, 1.0, f"worker {list(sample_s).index(min(sample_s))} has no measurement yet")
+        return Balance(current, False, 1.0, f"worker {list(sample_s).index(min(sample_s))} has no measurement yet")
     floor = max(least, int(sum(parts) / len(parts) * LEAST_SHARE))
     better = parts_of(sum(parts), [1 / seconds for seconds in sample_s], least=floor)
     before = [part * seconds for part, seconds in zip(current, sample_s, strict=True)]
@@ -62,5 +62,5 @@ def decide(parts: Sequence[int], sample_s: Sequence[float], *, least: int = 1) -
     longest, shortest = rounded_time(max(before)), rounded_time(min(before))
     told = f"worker {slowest} takes {longest} for its {counted(current[slowest], 'sample')}, the fastest worker {shortest}"
     if gain < WORTH:
-        return Decision(current, False, gain, f"{told}; other parts would make steps only {gain:.2f} times as fast")
-    return Decision(better, True, gain, f"{told}; the new parts should make steps {gain:.2f} times as fast")
+        return Balance(current, False, gain, f"{told}; other parts would make steps only {gain:.2f} times as fast")
+    return Balance(better, True, gain, f"{told}; the new parts should make steps {gain:.2f} times as fast")

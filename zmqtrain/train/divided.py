@@ -180,14 +180,14 @@ def _are_classes(target: Any) -> bool:
     return isinstance(target, Tensor) and not target.is_floating_point()
 
 
-class Parts:
+class PartConverter:
     """Converts tensors of parameters and buffers between this worker's parts and the whole tensors that checkpoints hold."""
 
     def __init__(self, shards: Mapping[str, Shard], fabric: Fabric | None) -> None:
         self._shards, self._fabric = shards, fabric
 
     @classmethod
-    def of(cls, model: nn.Module) -> Parts:
+    def of(cls, model: nn.Module) -> PartConverter:
         """For the parameters and buffers of a model, divided or not."""
         return cls(model.shards_by_name(), model.fabric) if isinstance(model, ParallelModel) else cls({}, None)
 

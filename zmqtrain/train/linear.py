@@ -17,7 +17,7 @@ from torch.nn import functional
 SMALLEST_BYTES = 1 << 20
 
 
-class Slot:
+class WeightSlot:
     """Where the gradient of one weight goes. It belongs to this one parameter: copies of the layer have no slot."""
 
     def __init__(self, weight: Tensor, memory: Callable[[], Tensor | None]) -> None:
@@ -35,7 +35,7 @@ class Slot:
 class SlottedLinear(nn.Linear):
     """The class that `write_gradients_to` gives a layer."""
 
-    slot: Slot | None
+    slot: WeightSlot | None
 
     def forward(self, input: Tensor) -> Tensor:
         slot, weight = self.__dict__.get("slot"), self.weight
@@ -56,14 +56,15 @@ class SlottedLinear(nn.Linear):
 
 
 def write_gradients_to(module: nn.Linear, memory: Callable[[], Tensor | None]) -> Callable[[], None]:
-    """Let ``module`` ask for memory whenever the gradient of its weight is computed (see `Slot`). Returns a function that undoes
-    it.
+    """Let ``module`` ask for memory whenever the gradient of its weight is computed (see `WeightSlot`).
+
+    Returns a function that undoes it.
 
     The layer's results stay the same to the bit. If the gradient itself is to be differentiated, types are cast automatically or
     the code is compiled, the layer works as before.
     """
     module.__class__ = SlottedLinear
-    module.__dict__["slot"] = Slot(module.weight, memory)
+    module.__dict__["slot"] = WeightSlot(module.weight, memory)
 
     def undo() -> None:
         module.__dict__.pop("slot", None)

@@ -40,7 +40,7 @@ MOST_KEPT = 64
 MOST_APART = 1e-3
 
 
-class Phase(Enum):
+class TrainingPhase(Enum):
     """What the worker is doing, as far as stopping it depends on it."""
 
     BETWEEN = "between steps"
@@ -48,7 +48,7 @@ class Phase(Enum):
     ENDING = "the exchange of the step"
 
 
-class Outcome(Enum):
+class TrainingOutcome(Enum):
     """How training came to its end, or to a pause."""
 
     DONE = "no step is left"
@@ -66,7 +66,7 @@ class TrainLoop:
         self._job = context.topology.job
         self.step = 0
         """The step that is being computed or comes next."""
-        self.phase = Phase.BETWEEN
+        self.phase = TrainingPhase.BETWEEN
         self.stop_in: int | None = None
         """Stop as soon as this step's gradients are computed, before its exchange ends."""
         self._aim_reached = False  # set by group 0, which evaluates for all groups if they are not in step
@@ -127,12 +127,12 @@ class TrainLoop:
         outcome = await self._train(first)
         until: int | None = None
         more = elastic or members.division is not None  # others may leave something to train
-        while outcome is Outcome.DONE and more and (until := await self._part.all_trained(self._more)) is None:
+        while outcome is TrainingOutcome.DONE and more and (until := await self._part.all_trained(self._more)) is None:
             outcome = await self._train(first)
-        if outcome is not Outcome.ABANDONED:
-            await self._end(first, until, early=outcome is Outcome.STOPPED)
+        if outcome is not TrainingOutcome.ABANDONED:
+            await self._end(first, until, early=outcome is TrainingOutcome.STOPPED)
 
-    async def _train(self, first: int) -> Outcome:
+    async def _train(self, first: int) -> TrainingOutcome:
         """Train all steps that there are now. ``first``: this worker's first step in the run."""
         work, job, stop_point, members = self.work, self._job, self._part.stop_point, self._members
         again = False  # the step was given up, so that the group trains it once more
@@ -147,20 +147,20 @@ class TrainLoop:
                 passes = members.slot(self.step) is None and self.step < since
             steps = self._steps()
             if steps is not None and self.step >= steps:
-                return Outcome.DONE
+                return TrainingOutcome.DONE
             ended = not passes and not await work.more(self.step)
             if ended and members.slots is not None and members.slots.total is None:
                 members.slots.steps = self.step  # the length of a stream is known only now
             if ended and await stop_point.end():
-                return Outcome.DONE
+                return TrainingOutcome.DONE
             here = await stop_point.here(self.step)
             if here is Here.STOP:
-                return Outcome.STOPPED
+                return TrainingOutcome.STOPPED
             if ended:  # the data has ended, for all workers, at a step where a checkpoint is due
                 await stop_point.end()
                 if here is Here.KEEP and work.keeps and not job.checkpoint_every:
                     await self._keep(self.step)
-                return Outcome.DONE
+                return TrainingOutcome.DONE
             # Not at the end of the previous step: if training stops or ends there, that step's checkpoint is written elsewhere.
             due = here is Here.KEEP or (self._is_due(self.step) and self.step not in self._kept[-1:])
             if self.step > first and self._took_part(self.step - 1) and work.keeps and due and not again:
@@ -175,7 +175,7 @@ class TrainLoop:
                 step = self.step
                 work.callbacks.view(step, members.at(step))
                 if not await self._train_step(last=step + 1 == steps):
-                    return Outcome.ABANDONED
+                    return TrainingOutcome.ABANDONED
                 again = self.step == step
             await work.call_back()
             if again:
@@ -188,7 +188,7 @@ class TrainLoop:
                 reached = await self._evaluate_between(done) and await stop_point.end()
                 await work.call_back()
                 if reached:
-                    return Outcome.REACHED
+                    return TrainingOutcome.REACHED
 
     def _took_part(self, step: int) -> bool:
         """Whether this worker trained ``step`` from its beginning; it may also have come while its group gave it up."""
@@ -334,7 +334,7 @@ class TrainLoop:
         """Train one step. Returns False if the step was abandoned."""
         loop, step = asyncio.get_running_loop(), self.step
         start = loop.time()
-        self.phase = Phase.COMPUTING
+        self.phase = TrainingPhase.COMPUTING
         self._recorder.audit("begin_step", step=step)
         if self._members.divides:
             self._recorder.audit("divides", step=step, spans=self._members.spans(step))
@@ -343,11 +343,11 @@ class TrainLoop:
         result = await self.work.train_step(step, ahead=not last, hand_over=self.exchange.exchanges(step))
         if self.stop_in == step:
             return False
-        self.phase = Phase.ENDING
+        self.phase = TrainingPhase.ENDING
         handed_over = loop.time()
         with self._recorder.span("end of step", "wait", step=step):
             await self.exchange.end_step()
-        self.phase = Phase.BETWEEN
+        self.phase = TrainingPhase.BETWEEN
         if self.exchange.repeats(step):
             return True
         self.step += 1

@@ -37,7 +37,7 @@ from zmqtrain.train.loss_graph import (
 
 #: A constant with more elements is not compared.
 MOST_ELEMENTS = 4096
-#: Of so many outputs of forwards the second derivatives are looked at.
+#: The most outputs of forwards whose second derivatives are computed.
 MOST_OUTPUTS = 8
 
 #: The kind of a constant that a whole loss is multiplied by.

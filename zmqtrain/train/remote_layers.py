@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zmqtrain.train.work import StepResult
 
 
-class Step(Protocol):
+class RemoteStep(Protocol):
     """Forward and backward of a batch, in the compute thread."""
 
     def __call__(
@@ -60,7 +60,7 @@ class RemoteLayers(Protocol):
         model does not allow remote layers."""
         ...
 
-    def make_step(self, task: Task, replica: TorchReplica, device: Device, settings: StepSettings) -> Step:
+    def make_step(self, task: Task, replica: TorchReplica, device: Device, settings: StepSettings) -> RemoteStep:
         """The training step through own and remote layers. Raises `UsageError` if these settings do not work with remote layers."""
         ...
 

@@ -56,7 +56,7 @@ from zmqtrain.train.own_samples import (
 )
 from zmqtrain.train.parameter_hooks import require_linear_hooks
 from zmqtrain.train.random_state import seed_everything
-from zmqtrain.train.remote_layers import RemoteLayers, Step
+from zmqtrain.train.remote_layers import RemoteLayers, RemoteStep
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.resized_rate import require_rates
 from zmqtrain.train.shared import allocate_in
@@ -112,7 +112,7 @@ class TorchWork:
             shared=shares_parameters(context.topology) and built.fabric is None,
         )
         task = self._task
-        self._step: Step
+        self._step: RemoteStep
         if remote is None:
             self._step = self._make_step(settings)
         else:

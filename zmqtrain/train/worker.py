@@ -11,7 +11,7 @@ from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError
 from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
-from zmqtrain.train.loop import Phase, TrainLoop, applies_here
+from zmqtrain.train.loop import TrainingPhase, TrainLoop, applies_here
 from zmqtrain.train.work import Work
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None],
     if applies_here(reason, loop.exchange, context.role.group) and loop.step <= step:
         # The worker with the bad loss still takes part in everything before its step: continue up to there, so that all stop
         # together.
-        if loop.step == step and loop.phase is Phase.ENDING:
+        if loop.step == step and loop.phase is TrainingPhase.ENDING:
             life.cancel()
         loop.stop_in = step
         await asyncio.wait({life}, timeout=context.timeouts.barrier_s)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from zmqtrain.exchange.momentum import implicit_momentum
 from zmqtrain.tune.cold_start import APART, MOST_LOWERED, ColdStart
-from zmqtrain.tune.grid import Grid
+from zmqtrain.tune.grid import SearchGrid
 from zmqtrain.tune.machine import values_of
 from zmqtrain.tune.trial import Outcome, Setting, Trial
 
@@ -25,7 +25,7 @@ GRID = 0.85
 class Choice(ColdStart):
     """Short trials of groups and momenta, which start where training stands."""
 
-    def _choose(self, groups: int, rate: float) -> Generator[Trial, Outcome, Grid | None]:
+    def _choose(self, groups: int, rate: float) -> Generator[Trial, Outcome, SearchGrid | None]:
         """The best groups, momentum and learning rate: the heart of algorithm 1.
 
         It halves the groups where the best momentum is 0. Beyond it, they are halved before that until it is worse in the same
@@ -44,11 +44,11 @@ class Choice(ColdStart):
                 return (yield from self._settle(found))
             self._total = implicit_momentum(groups - 1)
 
-    def _halve(self, groups: int, rates: Sequence[float]) -> Generator[Trial, Outcome, Grid | None]:
+    def _halve(self, groups: int, rates: Sequence[float]) -> Generator[Trial, Outcome, SearchGrid | None]:
         """The best with ever fewer groups, until they are worse in the same time; none where everything diverges.
 
         Of the first all momenta that may help are tried, of fewer groups only as many as it takes to be no worse."""
-        best: Grid | None = None
+        best: SearchGrid | None = None
         lowest, lowered = math.inf, 0
         while True:
             enough = -math.inf if best is None else (1 + self._space.worse) * lowest
@@ -73,11 +73,11 @@ class Choice(ColdStart):
                 rates = [rates[-1] / 10, rates[-1] / 100]
                 self._decide("learning rate", "everything diverges, even with the fewest groups: lower learning rates", lr=rates[0])
 
-    def _grid(self, groups: int, rates: Sequence[float], enough: float = -math.inf) -> Generator[Trial, Outcome, Grid]:
+    def _grid(self, groups: int, rates: Sequence[float], enough: float = -math.inf) -> Generator[Trial, Outcome, SearchGrid]:
         """The momentum that compensates for ``groups`` groups and those below it, with the first rate; with lower rates if that
         makes no progress. ``enough``: a loss that is good enough."""
         reason = "momentum and learning rate at a fixed number of groups"
-        found: Grid | None = None
+        found: SearchGrid | None = None
         for rate in rates:
             best = None if found is None else found.best
             if found is None or best is None:
@@ -94,10 +94,10 @@ class Choice(ColdStart):
             self._decide("setting", f"the best of {len(found.tried)}, with a loss of {found.loss:.4g}", **values_of(best))
         return found
 
-    def _climb(self, first: Setting, phase: str, reason: str, enough: float) -> Generator[Trial, Outcome, Grid]:
+    def _climb(self, first: Setting, phase: str, reason: str, enough: float) -> Generator[Trial, Outcome, SearchGrid]:
         """Momenta from ``first``'s down, as long as each is clearly better than those before and there is time for more; no further
         than to a loss that is ``enough``. If that ends at 0, small ones, too."""
-        space, found = self._space, Grid(first, self._first.get(self._start), self._space.worse)
+        space, found = self._space, SearchGrid(first, self._first.get(self._start), self._space.worse)
         lower = sorted((each for each in space.momenta if each <= first.momentum - APART), reverse=True)
         yield from self._each(found, (first.momentum, *lower), phase, reason, enough)
         if found.best is not None and found.best.momentum == 0 and first.groups > space.groups[0]:
@@ -106,7 +106,7 @@ class Choice(ColdStart):
         return found
 
     def _each(
-        self, found: Grid, momenta: Sequence[float], phase: str, reason: str, enough: float
+        self, found: SearchGrid, momenta: Sequence[float], phase: str, reason: str, enough: float
     ) -> Generator[Trial, Outcome, None]:
         """As long as each is the best."""
         for momentum in momenta:
@@ -120,7 +120,7 @@ class Choice(ColdStart):
             if found.best is not None and found.best != setting:
                 return
 
-    def _settle(self, found: Grid) -> Generator[Trial, Outcome, Grid]:
+    def _settle(self, found: SearchGrid) -> Generator[Trial, Outcome, SearchGrid]:
         """Settings that can hardly be told apart from the one that was found are tried again for longer, if there is time. The
         momentum that makes up for asynchrony needs no such proof."""
         tied = found.tied()[:MOST_TIED]
@@ -154,7 +154,7 @@ class Choice(ColdStart):
         return known
 
 
-def _why(found: Grid) -> str:
+def _why(found: SearchGrid) -> str:
     if found.best is None:
         return "every setting diverges"
     if found.rises:

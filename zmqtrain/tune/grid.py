@@ -13,7 +13,7 @@ RISEN = 0.1
 
 
 @dataclass(slots=True)
-class Grid:
+class SearchGrid:
     """The results. They are compared with regard to noise: a short trial favours less momentum."""
 
     expected: Setting

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeAlias
 
 from zmqtrain.topology.rounded import rounded_duration
 from zmqtrain.tune.space import Space
-from zmqtrain.tune.trial import Baseline, Decision, Done, Outcome, Setting, Trial, Watch
+from zmqtrain.tune.trial import Baseline, Done, Outcome, SearchDecision, Setting, Trial, Watch
 
 #: A probe is given up if its loss reaches this multiple of its first loss.
 GIVE_UP = 3.0
@@ -38,7 +38,7 @@ class Machine(ABC):
         self._told: list[Outcome] = []
         self.trials: list[tuple[Trial, Outcome]] = []
         """All trials so far, in order."""
-        self._decisions: list[Decision] = []
+        self._decisions: list[SearchDecision] = []
         self._lengths: dict[int, float] = {}  # lengths of the probes since the last training, in updates
         self._seen: dict[Setting, Outcome] = {}  # their outcomes
         self._first: dict[int | None, float] = {}  # the starting point of trials -> the loss there
@@ -78,7 +78,7 @@ class Machine(ABC):
             self.train_s += outcome.spent_s
         self._advance(outcome)
 
-    def decisions(self) -> list[Decision]:
+    def decisions(self) -> list[SearchDecision]:
         """The decisions since the last call."""
         found, self._decisions = self._decisions, []
         return found
@@ -118,7 +118,7 @@ class Machine(ABC):
             self._decide("done", done.reason, reached=done.reached, search_s=self.search_s, train_s=self.train_s, share=self.share)
 
     def _decide(self, what: str, reason: str, **values: Any) -> None:
-        self._decisions.append(Decision(what, reason, values))
+        self._decisions.append(SearchDecision(what, reason, values))
 
     def _before(self, start: int) -> tuple[float, int] | None:
         """The smoothed loss at the end of the trial ``start``, and of how many losses it is."""

@@ -206,7 +206,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class SearchDecision:
     """A decision of the search, with its reason."""
 
     what: str

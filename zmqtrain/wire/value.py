@@ -26,7 +26,7 @@ class ValuePayload(WithoutMemory):
         """The content of ``meta`` must not change any more: the same payload may be sent to many."""
         self.meta = meta
         self.packed: tuple[Value, bytes] | None = None
-        """A ``meta``, and the bytes that `zmqtrain.wire.message.packed_value` has made of it."""
+        """A ``meta`` together with its encoding by `zmqtrain.wire.message.packed_value`."""
 
     def part(self, start: int, stop: int) -> ValuePayload:
         if start or stop:

@@ -18,7 +18,7 @@ from zmqtrain.launcher.addresses import address_towards, addresses_towards, endp
 from zmqtrain.launcher.ssh import clients
 from zmqtrain.launcher.ssh.inspection import Fault, faults_of_versions, table
 from zmqtrain.launcher.ssh.pack import MOST_FILES, pack, program_files, require_inside
-from zmqtrain.launcher.ssh.places import Places
+from zmqtrain.launcher.ssh.places import LeftPlaces
 from zmqtrain.launcher.ssh.preflight import MOST_TRIED, next_ones
 from zmqtrain.launcher.ssh.remote import MARK
 from zmqtrain.launcher.ssh.session import _no_greeting, _parse
@@ -229,16 +229,16 @@ def test_files_that_a_copied_folder_would_not_have(tmp_path: Path) -> None:
 
 
 def test_places_are_known_until_they_are_clear(tmp_path: Path) -> None:
-    places = Places(tmp_path, "trial-001-abc", "/opt/python", ["a", "b"])
+    places = LeftPlaces(tmp_path, "trial-001-abc", "/opt/python", ["a", "b"])
     places.forget("c")
-    assert Places.read(tmp_path) is None
+    assert LeftPlaces.read(tmp_path) is None
     places.write()
     places.forget("a")
-    again = Places.read(tmp_path)
+    again = LeftPlaces.read(tmp_path)
     assert again is not None
     assert (again.hosts, again.run, again.python) == (["b"], "trial-001-abc", "/opt/python")
     again.forget("b")
-    assert Places.read(tmp_path) is None
+    assert LeftPlaces.read(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
 
 

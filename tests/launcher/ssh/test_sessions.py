@@ -23,7 +23,7 @@ from zmqtrain.launcher.ssh.clients import make_client
 from zmqtrain.launcher.ssh.engine import SshEngine
 from zmqtrain.launcher.ssh.handle import SshHandle
 from zmqtrain.launcher.ssh.room import lacks_room, with_room, with_room_here
-from zmqtrain.launcher.ssh.session import Session
+from zmqtrain.launcher.ssh.session import Login
 from zmqtrain.launcher.ssh.target import Target
 from zmqtrain.processors import processors
 from zmqtrain.topology.load import parse_topology
@@ -57,9 +57,9 @@ def target(made: Machines, name: str) -> Target:
 
 
 @asynccontextmanager
-async def logged_in(made: Machines, kind: str, name: str = "m1", run: str = "trial") -> AsyncIterator[Session]:
+async def logged_in(made: Machines, kind: str, name: str = "m1", run: str = "trial") -> AsyncIterator[Login]:
     client = make_client(kind)  # type: ignore[arg-type]
-    session = await Session.open(client, target(made, name), run, connect_s=10.0)
+    session = await Login.open(client, target(made, name), run, connect_s=10.0)
     try:
         yield session
     finally:
@@ -83,7 +83,7 @@ class Heard:
             await self._more.wait()
 
 
-async def start(session: Session, folder: Path) -> None:
+async def start(session: Login, folder: Path) -> None:
     """Start an agent."""
     command = [sys.executable, "-c", TALKS]
     await session.ask("start", command=command, environ={"WORD": "secret"}, folder=str(folder))
@@ -296,7 +296,7 @@ async def test_the_users_own_configuration_counts(two: Machines, tmp_path: Path,
     )
     monkeypatch.setenv("HOME", str(tmp_path))
     plain = Target("lab", "lab", sys.executable, environment=target(two, "m2").environment)
-    session = await Session.open(make_client("asyncssh"), plain, "config", connect_s=10.0)
+    session = await Login.open(make_client("asyncssh"), plain, "config", connect_s=10.0)
     try:
         assert session.state["agent"] == "none"
         said = (two.folder / "sshd-m2.log").read_text()
@@ -305,7 +305,7 @@ async def test_the_users_own_configuration_counts(two: Machines, tmp_path: Path,
         await session.close()
     # The same from the topology file alone.
     jumped = replace(target(two, "m2"), jump="gate")
-    session = await Session.open(make_client("asyncssh"), jumped, "config", connect_s=10.0)
+    session = await Login.open(make_client("asyncssh"), jumped, "config", connect_s=10.0)
     await session.close()
 
 

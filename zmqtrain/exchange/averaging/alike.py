@@ -1,4 +1,4 @@
-"""Whether workers hold the same center, or the same state of an outer optimizer: from samples of it."""
+"""Whether workers hold the same center, or the same state of an outer optimizer, judged by samples of its elements."""
 
 from __future__ import annotations
 

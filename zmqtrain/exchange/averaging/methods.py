@@ -36,7 +36,7 @@ class Method(Protocol):
         overwritten."""
 
     def factor(self, groups: int) -> float:
-        """What the mean over so many groups is multiplied by before it is applied: 1, or less if not all groups took part in it."""
+        """The factor on a mean over ``groups`` groups before it is applied: 1, or less if not all groups took part."""
         ...
 
     def center(self, index: int) -> Payload | None:

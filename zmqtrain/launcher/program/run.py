@@ -168,7 +168,7 @@ class LaunchedRun:
         self.folder = folder
         """The run directory."""
         self.topology = job.topology
-        """The job as it was asked for; ``topology.toml`` in the folder has what became of it."""
+        """The job as it was requested; ``topology.toml`` in the folder has it as it was resolved."""
         self._function, self._data, self._process = job.function, data, process
         self._here = Path.cwd()
         self._ended: Future[int] = Future()  # the exit code
@@ -200,13 +200,13 @@ class LaunchedRun:
         """Wait until the run has ended.
 
         Args:
-            timeout: for at most so many seconds; the run goes on if that was not enough.
+            timeout: the most seconds to wait; the run continues if it has not ended by then.
 
         Returns:
             The summary of the run, which is done, or was stopped by `stop` (``summary["status"]`` says which).
 
         Raises:
-            RunFailedError: it has failed, has not begun, or was ended by somebody else. ``verdict`` and ``exit_code`` say why.
+            RunFailedError: it has failed, has not begun, or was ended from outside. ``verdict`` and ``exit_code`` say why.
             TimeoutError: it has not ended.
         """
         try:
@@ -225,7 +225,7 @@ class LaunchedRun:
         Args:
             checkpoint: all workers go on to a common step, and keep a checkpoint of it where they can, as with Ctrl-C;
                 ``summary["checkpoints"]`` says whether. With False the run ends at once, and keeps what it had.
-            timeout: wait for at most so many seconds.
+            timeout: the most seconds to wait.
 
         Raises:
             TimeoutError: it has not ended.

@@ -68,7 +68,7 @@ class StepClient:
 
 
 class StepConnection(SystemConnection):
-    """The standard streams of an ``srun``. Implements `zmqtrain.launcher.ssh.session.Connection`."""
+    """The standard streams of an ``srun``. Implements `zmqtrain.launcher.ssh.session.RemoteStreams`."""
 
     async def ended(self) -> tuple[int | None, str]:
         """As for any connection. Raises `SshError` if Slurm itself did not start the program."""

@@ -17,7 +17,7 @@ from zmqtrain.launcher.slurm.allocation import Allocation
 from zmqtrain.launcher.slurm.client import StepClient, StepTarget
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
 from zmqtrain.launcher.ssh.preflight import Preflight
-from zmqtrain.launcher.ssh.session import Session
+from zmqtrain.launcher.ssh.session import Login
 from zmqtrain.launcher.ssh.target import launching_python
 from zmqtrain.membership.environment import BIND, HOST
 from zmqtrain.topology.schema import Host, Topology
@@ -85,7 +85,7 @@ class SlurmEngine:
 class StepHandle:
     """Implements `zmqtrain.launcher.engine.Handle`. One caller at a time: `wait` is cancelled before `stop`."""
 
-    def __init__(self, session: Session, run: EngineRun) -> None:
+    def __init__(self, session: Login, run: EngineRun) -> None:
         self._session, self._say = session, run.say
         self._code: int | None = None
         session.on_log(lambda text, _offset: run.log(session.target.name, text))

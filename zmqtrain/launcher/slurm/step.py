@@ -19,14 +19,14 @@ import tempfile
 from contextlib import suppress
 from typing import Any
 
-from zmqtrain.launcher.ssh.remote import LOG_BYTES, Channel, Host, serve
+from zmqtrain.launcher.ssh.remote import LOG_BYTES, Channel, HostSide, serve
 from zmqtrain.launcher.ssh.supervisor import KILLED_S, LOOK_S, PARENT, end_session
 
 #: As `zmqtrain.launcher.signals.ON_TERM`, which may not be here.
 ON_TERM = "ZMQTRAIN_ON_TERM"
 
 
-class StepHost(Host):
+class StepHost(HostSide):
     """This node's part of one run."""
 
     def __init__(self, channel: Channel) -> None:

@@ -15,9 +15,9 @@ from zmqtrain.launcher.engine import EngineRun, Handle
 from zmqtrain.launcher.ssh.clients import make_client
 from zmqtrain.launcher.ssh.handle import SshHandle
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
-from zmqtrain.launcher.ssh.places import Places
+from zmqtrain.launcher.ssh.places import LeftPlaces
 from zmqtrain.launcher.ssh.preflight import Preflight
-from zmqtrain.launcher.ssh.session import Client, Session
+from zmqtrain.launcher.ssh.session import Client, Login
 from zmqtrain.launcher.ssh.target import Target, launching_python
 from zmqtrain.membership.environment import BIND, HOST
 from zmqtrain.observe.run_directory import log_name
@@ -33,7 +33,7 @@ class SshEngine:
     """Implements `zmqtrain.launcher.engine.RemoteEngine`."""
 
     def __init__(self) -> None:
-        self._opened: tuple[EngineRun, Client, Places, Preflight] | None = None
+        self._opened: tuple[EngineRun, Client, LeftPlaces, Preflight] | None = None
 
     async def open(self, run: EngineRun) -> None:
         """Log in to all hosts, check them, and copy the folder.
@@ -48,7 +48,7 @@ class SshEngine:
         packed = await asyncio.to_thread(pack, run.folder, engine.sync_limit) if engine.sync else None
         python = launching_python()
         name = f"{run.directory.resolve().name}-{random_bits(32):08x}"
-        places = Places(run.directory, name, python, [host.name for host in run.hosts])
+        places = LeftPlaces(run.directory, name, python, [host.name for host in run.hosts])
         preflight = Preflight(run, client, name, lambda host: Target.of(host, python))
         self._opened = run, client, places, preflight
         await preflight.log_in()
@@ -73,12 +73,12 @@ class SshEngine:
         return SshHandle(session, client, places.run, run.timeouts, say=run.say, log=run.log, alone_s=alone_s)
 
     def trace(self, handle: Handle) -> Value:
-        """The run directory says on which hosts it has something (`Places`)."""
+        """The run directory says on which hosts it has something (`LeftPlaces`)."""
         return None
 
     async def adopt(self, run: EngineRun, traces: Mapping[str, Value], sizes: Mapping[str, int]) -> Mapping[str, Handle]:
         """Log in to all hosts. Raises `HostLostError` if some cannot be reached."""
-        places = Places.read(run.directory)
+        places = LeftPlaces.read(run.directory)
         if places is None:
             return {}
         client, python = make_client(run.topology.engine.client), places.python
@@ -112,7 +112,7 @@ class SshEngine:
                     group.create_task(_leave(session, places, name), name=f"leave {name}")
 
 
-async def _leave(session: Session, places: Places, name: str) -> None:
+async def _leave(session: Login, places: LeftPlaces, name: str) -> None:
     try:
         if name in places.hosts:
             with suppress(HostsError, SshError, TimeoutError):  # then `zmqtrain stop` does it later

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 from zmqtrain.errors import HostsError, SshError
-from zmqtrain.launcher.ssh.session import Client, Session
+from zmqtrain.launcher.ssh.session import Client, Login
 from zmqtrain.topology.timeouts import Timeouts
 
 #: Pauses between attempts to log in again, in seconds: the first, and the longest.
@@ -21,7 +21,7 @@ class SshHandle:
 
     def __init__(
         self,
-        session: Session,
+        session: Login,
         client: Client,
         run: str,
         timeouts: Timeouts,
@@ -97,7 +97,7 @@ class SshHandle:
 
     async def _log_in(self) -> None:
         await self._session.close()
-        session = await Session.open(self._client, self._session.target, self._run, connect_s=self._timeouts.connect_s)
+        session = await Login.open(self._client, self._session.target, self._run, connect_s=self._timeouts.connect_s)
         session.on_log(self._printed)
         self._session = session
         if session.state["agent"] == "none":  # the run's folder has been removed

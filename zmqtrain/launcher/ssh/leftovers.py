@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from zmqtrain.errors import HostsError, SshError
 from zmqtrain.launcher.ssh.clients import make_client
-from zmqtrain.launcher.ssh.places import Places
+from zmqtrain.launcher.ssh.places import LeftPlaces
 from zmqtrain.launcher.ssh.preflight import MOST_LOGINS
-from zmqtrain.launcher.ssh.session import Session
+from zmqtrain.launcher.ssh.session import Login
 from zmqtrain.launcher.ssh.target import Target
 from zmqtrain.topology.load import load_topology
 from zmqtrain.topology.schema import Topology
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 async def inspect_hosts(directory: Path) -> dict[str, Mapping[str, Any] | SshError]:
-    """The state of the run's agent on each host, as in `Session.state`, or the error if it cannot be found out."""
+    """The state of the run's agent on each host, as in `Login.state`, or the error if it cannot be found out."""
 
-    async def look(session: Session) -> Mapping[str, Any]:
+    async def look(session: Login) -> Mapping[str, Any]:
         return session.state
 
     return await _on_each(directory, look)
@@ -31,9 +31,9 @@ async def inspect_hosts(directory: Path) -> dict[str, Mapping[str, Any] | SshErr
 async def stop_hosts(directory: Path) -> dict[str, int | SshError | None]:
     """End a run's agents on its hosts, and remove its folders there. Returns each agent's exit code (``None``: there was no
     agent), or the error; another call tries those hosts again."""
-    places = Places.read(directory)
+    places = LeftPlaces.read(directory)
 
-    async def stop(session: Session) -> int | None:
+    async def stop(session: Login) -> int | None:
         # At once: without a launcher, roles cannot send their results anywhere.
         answer = await session.ask("stop", grace_s=0, offset=0)
         await session.ask("remove")
@@ -47,8 +47,8 @@ async def stop_hosts(directory: Path) -> dict[str, int | SshError | None]:
     return done
 
 
-async def _on_each(directory: Path, do: Callable[[Session], Awaitable[T]]) -> dict[str, T | SshError]:
-    places = Places.read(directory)
+async def _on_each(directory: Path, do: Callable[[Login], Awaitable[T]]) -> dict[str, T | SshError]:
+    places = LeftPlaces.read(directory)
     if places is None:
         return {}
     topology = _topology(directory)
@@ -60,7 +60,7 @@ async def _on_each(directory: Path, do: Callable[[Session], Awaitable[T]]) -> di
         target = Target.of(next(host for host in topology.hosts if host.name == name), places.python)
         try:
             async with gate:
-                session = await Session.open(client, target, places.run, connect_s=connect_s)
+                session = await Login.open(client, target, places.run, connect_s=connect_s)
             try:
                 return await do(session)
             finally:

@@ -43,7 +43,7 @@ class LibraryClient:
 
 
 class LibraryConnection:
-    """A channel of asyncssh (`zmqtrain.launcher.ssh.session.Connection`)."""
+    """A channel of asyncssh (`zmqtrain.launcher.ssh.session.RemoteStreams`)."""
 
     def __init__(self, target: Target, login: asyncssh.SSHClientConnection, process: asyncssh.SSHClientProcess[bytes]) -> None:
         self._target, self._login, self._process = target, login, process

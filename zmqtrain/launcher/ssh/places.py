@@ -13,7 +13,7 @@ _NAME = "hosts.json"
 
 
 @dataclass(slots=True)
-class Places:
+class LeftPlaces:
     """The hosts on which something of a run may be left. Contains no secrets."""
 
     directory: Path
@@ -26,7 +26,7 @@ class Places:
     """The hosts on which something may be left."""
 
     @classmethod
-    def read(cls, directory: Path) -> Places | None:
+    def read(cls, directory: Path) -> LeftPlaces | None:
         """Read what `write` wrote; ``None`` if nothing is left."""
         try:
             value = json.loads((directory / _NAME).read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from zmqtrain.errors import HostLostError, HostsError, SshError
 from zmqtrain.launcher.engine import EngineRun
 from zmqtrain.launcher.ssh.inspection import PACKAGES, Fault, faults_of_versions, own_versions, table
-from zmqtrain.launcher.ssh.session import Client, Session
+from zmqtrain.launcher.ssh.session import Client, Login
 from zmqtrain.launcher.ssh.target import Target
 from zmqtrain.net.address import split_address
 from zmqtrain.topology.schema import Host
@@ -33,7 +33,7 @@ class Preflight:
         """``name``: the run's name on its hosts. ``target``: gives the way to log in to a host."""
         self._run, self._client, self._name, self._target = run, client, name, target
         self._by_name = {host.name: host for host in run.hosts}
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, Login] = {}
         """The logins, by host."""
         self.folders: dict[str, str] = {}
         """The folder at which relative paths begin, by host."""
@@ -46,7 +46,7 @@ class Preflight:
 
         async def log_in(host: Host, _faults: list[Fault]) -> None:
             async with gate:
-                session = await Session.open(self._client, self._target(host), self._name, connect_s=self._run.timeouts.connect_s)
+                session = await Login.open(self._client, self._target(host), self._name, connect_s=self._run.timeouts.connect_s)
             self.sessions[host.name] = session
 
         await self._on_all(log_in)

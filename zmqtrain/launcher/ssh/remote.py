@@ -87,7 +87,7 @@ class Channel:
         return bool(data)
 
 
-class Host:
+class HostSide:
     """This host's part of one run."""
 
     def __init__(self, channel: Channel) -> None:
@@ -325,7 +325,7 @@ def _connect(name: str, address: str, port: int, patience_s: float, failed: dict
         failed[name] = str(error.strerror or error)
 
 
-def serve(channel: Channel, host: Host) -> None:
+def serve(channel: Channel, host: HostSide) -> None:
     """Answer requests until the other side is gone."""
     try:
         channel.answer({"hello": platform.python_version()})
@@ -347,4 +347,4 @@ def serve(channel: Channel, host: Host) -> None:
 def main() -> None:
     """The entry point of the program."""
     channel = Channel()
-    serve(channel, Host(channel))
+    serve(channel, HostSide(channel))

@@ -16,7 +16,7 @@ KEPT_BYTES = 2000
 _MARK = MARK.encode()
 
 
-class Connection(Protocol):
+class RemoteStreams(Protocol):
     """The remote program's standard streams."""
 
     async def write(self, data: bytes) -> None:
@@ -37,7 +37,7 @@ class Connection(Protocol):
 class Client(Protocol):
     """Logs in to hosts."""
 
-    async def connect(self, target: Target, connect_s: float) -> Connection:
+    async def connect(self, target: Target, connect_s: float) -> RemoteStreams:
         """Log in, and start Python for the remote program. Raises `SshError`, which says what to do."""
         ...
 
@@ -46,10 +46,10 @@ class Client(Protocol):
 TakeLog: TypeAlias = Callable[[str, int], None]
 
 
-class Session:
+class Login:
     """One login. Make it by `open`; one caller at a time."""
 
-    def __init__(self, target: Target, connection: Connection) -> None:
+    def __init__(self, target: Target, connection: RemoteStreams) -> None:
         self.target = target
         self.state: Mapping[str, Any] = {}
         """The answer to `begin`: the run's ``folder`` there, and the state of the ``agent``: none, running or ended (with its
@@ -59,7 +59,7 @@ class Session:
         self._number = 0
 
     @classmethod
-    async def open(cls, client: Client, target: Target, run: str, *, connect_s: float) -> Session:
+    async def open(cls, client: Client, target: Target, run: str, *, connect_s: float) -> Login:
         """Log in and begin a session about a run. Raises `SshError`."""
         try:
             async with asyncio.timeout(connect_s):

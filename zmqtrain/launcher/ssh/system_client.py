@@ -56,7 +56,7 @@ async def start_client(
 
 
 class SystemConnection:
-    """An ``ssh`` process (`zmqtrain.launcher.ssh.session.Connection`)."""
+    """An ``ssh`` process (`zmqtrain.launcher.ssh.session.RemoteStreams`)."""
 
     def __init__(self, target: Target, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
         self.target, self.process, self._errors = target, process, errors

@@ -242,7 +242,7 @@ class Top(App[None]):
         return str(self.query_one(selector, Input).value).strip()
 
     def _events(self, state: Json) -> RenderableType:
-        """The events that are asked for, the newest first; or a log, whose end is seen unless somebody has gone up in it."""
+        """The events that are asked for, the newest first; or a log, which shows its end unless the reader has scrolled up."""
         run = self._follow(self._shown)
         feed = run.feed(0)
         self._offer("#source", [(f"log of {role}", role) for role in state["logs"]])

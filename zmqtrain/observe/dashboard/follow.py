@@ -22,7 +22,7 @@ LOG_TAIL = 64 << 10
 
 
 class Followed:
-    """A run that somebody looks at. May be used in any thread; a look at the file is made by one at a time.
+    """A run that is being shown. May be used in any thread; one thread at a time reads the file.
 
     Of a search (`zmqtrain.experiment`) the trials and decisions are in its own events, and what is shown besides is the trial that
     trains now, or else the job's training: a run directory of its own inside the search's.

@@ -24,11 +24,11 @@ from zmqtrain.observe.dashboard.follow import Followed, listed, seen
 from zmqtrain.observe.run_directory import runs_of
 from zmqtrain.observe.strict_json import dumps
 
-#: Seconds between two looks at a run that somebody watches.
+#: Seconds between two reads of a run that is being watched.
 LOOK_S = 1.0
 #: Looks without news after which something is sent nevertheless, so that a dead connection is noticed.
 QUIET_LOOKS = 15
-#: Runs that are kept in memory after somebody has looked at them.
+#: How many runs are kept in memory after they were last shown.
 MOST_FOLLOWED = 8
 _FILES = {
     "index.html": "text/html; charset=utf-8",

@@ -26,7 +26,7 @@ MOST_GROUPS = 8
 MOST_FEED = 1000
 #: The share of the newest step in a worker's averages.
 NEW = 0.1
-#: A worker that is there and has done no step for so many seconds is said to be quiet, while the run lasts.
+#: Seconds without a step after which a worker that is still a member is shown as quiet.
 QUIET_S = 10.0
 #: Events that have curves or tables, and would only fill the feed.
 _CURVES = ("schema", "links", "load", "traffic", "step", "sums", "span", "spread", "samples", "momentum", "eval")
@@ -169,7 +169,7 @@ class RunState:
         means: Mapping[str, tuple[float, int]],
         count: int = 1,
     ) -> None:
-        """Take ``count`` steps of a worker up to ``step``, around ``middle``. ``means``: the means of so many values, by name."""
+        """Take ``count`` steps of a worker up to ``step``, around ``middle``. ``means``: means by name."""
         for name, value in parts.items():
             self._split[name].add(middle, at, value, count)
         for name, curves in self._curves.items():

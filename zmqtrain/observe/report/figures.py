@@ -17,7 +17,7 @@ from zmqtrain.observe.sums import SLOWEST, SUMS, fields_of, parts_in, parts_of, 
 
 #: The most points of a curve; more are averaged.
 MOST_POINTS = 600
-#: Means over groups are taken at each step, or for longer runs at so many ranges of steps.
+#: Means over groups are taken at each step, or for longer runs at this many ranges of steps.
 MOST_RANGES = 10 * MOST_POINTS
 #: The most groups with a curve of their own, and the most ranks and peers with a row; more are drawn together.
 MOST_ROWS = 32
@@ -33,7 +33,7 @@ Point: TypeAlias = tuple[float, float, float]
 Json: TypeAlias = dict[str, Any]
 
 
-class Figures:
+class ReportFigures:
     """Feed it the lines of ``events.jsonl`` (`add`), then take `to_dict`."""
 
     def __init__(self, *, group_size: int = 1) -> None:
@@ -272,7 +272,7 @@ def _matrix(traffic: Mapping[str, Mapping[str, int]]) -> Json:
 
 def figures_of(events: Iterable[Mapping[str, Any]], *, group_size: int = 1) -> Json:
     """All figures of a run."""
-    figures = Figures(group_size=group_size)
+    figures = ReportFigures(group_size=group_size)
     for event in events:
         figures.add(event)
     return figures.to_dict()

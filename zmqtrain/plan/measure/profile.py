@@ -15,7 +15,7 @@ from zmqtrain.plan.measure.layer_times import LOSS
 from zmqtrain.plan.measure.model import ModelBench, Steps, products
 from zmqtrain.plan.measure.peak import Peak, measure_peak, threads
 from zmqtrain.plan.measure.timing import Patience
-from zmqtrain.train.device.measured import HostSpeed, Layout, Measured, Size, Threads
+from zmqtrain.train.device.measured import HostSpeed, Measured, MeasuredLayout, Size, Threads
 from zmqtrain.train.device.profile import Layer, Profile
 
 #: A step of this many seconds is not made longer, and larger sizes are not tried unless asked for.
@@ -145,7 +145,7 @@ def _threads(bench: ModelBench, asked: Asked, samples: int, say: Callable[[str],
             yield Threads(count, bench.steps(samples, asked.patience).samples_per_s)
 
 
-def _layouts(bench: ModelBench, asked: Asked, samples: int, say: Callable[[str], None]) -> Iterator[Layout]:
+def _layouts(bench: ModelBench, asked: Asked, samples: int, say: Callable[[str], None]) -> Iterator[MeasuredLayout]:
     """Images with channels first and last, in models that have any."""
     if not any(layer.image for layer in bench.layers):
         return
@@ -156,7 +156,7 @@ def _layouts(bench: ModelBench, asked: Asked, samples: int, say: Callable[[str],
             name = "last" if last else "first"
             say(f"channels {name}")
             try:
-                yield Layout(name, bench.steps(samples, asked.patience).samples_per_s)
+                yield MeasuredLayout(name, bench.steps(samples, asked.patience).samples_per_s)
             except TaskError as error:
                 if last == asked_for:
                     raise

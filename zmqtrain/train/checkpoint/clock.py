@@ -1,4 +1,4 @@
-"""Checkpoints by time, or when somebody asks: all workers agree on a step that none has passed yet, and keep one there."""
+"""Checkpoints by time or on request: all workers agree on a step that none of them has passed, and write one there."""
 
 from __future__ import annotations
 

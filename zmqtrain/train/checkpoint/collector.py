@@ -81,7 +81,7 @@ class CheckpointCollector:
             patience_s: how long the parts of a checkpoint may take before an event says that it is late.
             members: the workers that are present now, for runs that continue after losses; asked again after each loss.
             model: the folder in which the run's newest model is left.
-            clock: says when a checkpoint is due by time, or because somebody asks.
+            clock: says when a checkpoint is due, by time or on request.
             journal: keeps which parts are on disk. If it holds some, this collector goes on where another one was ended.
 
         Raises `CheckpointError` if ``resume`` was written by a run of another shape."""

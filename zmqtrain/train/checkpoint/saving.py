@@ -23,7 +23,7 @@ from zmqtrain.train.checkpoint.layout import Layout
 from zmqtrain.train.checkpoint.recut import Recut, recut_averages, recut_servers, refuse_unsent_parts, tensors_of
 from zmqtrain.train.checkpoint.spool import Spool
 from zmqtrain.train.device.base import Device
-from zmqtrain.train.divided import Parts
+from zmqtrain.train.divided import PartConverter
 from zmqtrain.train.optimizer_state import ANOTHER_MODEL, load_optimizer_state, optimizer_state
 from zmqtrain.train.random_state import random_state, restore_random_state
 from zmqtrain.train.replica import TorchReplica
@@ -71,7 +71,7 @@ class Saver:
         values: dict[str, Any] = {"step": step}
         if self.members is not None:
             values[MEMBERS] = list(self.members)
-        parts = Parts.of(replica.model)
+        parts = PartConverter.of(replica.model)
         if self.kind != "model_server":
             own = optimizer_state(replica.model, replica.optimizer) | (_parameters(replica) if self._apart else {})
             state = await device.run(lambda: _gathered(parts, own))
@@ -95,7 +95,7 @@ class Saver:
 
     async def begin_with_weights(self, replica: TorchReplica) -> None:
         """Fill the model from the checkpoint named by ``[job] weights``; apart from that the run begins at step 0."""
-        others = await self._restore_into(MODEL, _state(replica.model), Parts.of(replica.model))
+        others = await self._restore_into(MODEL, _state(replica.model), PartConverter.of(replica.model))
         if others and not self.merged:
             raise CheckpointError(
                 f"[job] weights: the checkpoint's model has {min(others)}, but this model does not: {ANOTHER_MODEL}"
@@ -114,7 +114,7 @@ class Saver:
         if isinstance(neighbour, int):
             await self._begin_like(neighbour, replica, exchange)
             return own.step
-        parts = Parts.of(replica.model)
+        parts = PartConverter.of(replica.model)
         tensors = tensors_of(own)
         buffers = dict(replica.model.named_buffers())
         _fill(own.name, {f"buffer/{name}": buffer for name, buffer in buffers.items()}, parts.cut(tensors))
@@ -146,7 +146,7 @@ class Saver:
         return own.step
 
     def _layout(self, replica: TorchReplica) -> Layout:
-        return Layout.of(replica, Parts.of(replica.model).shards, self.size[0])
+        return Layout.of(replica, PartConverter.of(replica.model).shards, self.size[0])
 
     async def _recut(self, own: Part, replica: TorchReplica) -> Recut | None:
         """What the exchange begins with, if the checkpoint was written with other parts of the model or buckets; else ``None``.
@@ -202,7 +202,7 @@ class Saver:
         own = await self._fetch(f"worker-{neighbour}")
         assert own is not None, "the run resumes a checkpoint"
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
-        _fill(own.name, buffers, Parts.of(replica.model).cut(tensors_of(own)))
+        _fill(own.name, buffers, PartConverter.of(replica.model).cut(tensors_of(own)))
         replica.memory.publish()
         recut = await self._recut(own, replica)
         with taking_back(own.name):
@@ -216,7 +216,7 @@ class Saver:
     async def _begin_like(self, neighbour: int, replica: TorchReplica, exchange: Exchange) -> None:
         """The checkpoint was written after this worker was lost: begin with a neighbour's state. With gossip the
         parameters are those of the run's model."""
-        parts = Parts.of(replica.model)
+        parts = PartConverter.of(replica.model)
         if self.kind == "model_server":
             await self._begin_like_served(neighbour, replica, exchange)
             return
@@ -269,7 +269,7 @@ class Saver:
     ) -> Part | None:
         return await fetch_part(self.endpoint, name, timeout_s=self.timeout_s, into=into, keep=keep)
 
-    async def _restore_into(self, name: str, targets: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
+    async def _restore_into(self, name: str, targets: Mapping[str, Tensor], parts: PartConverter) -> dict[str, Tensor]:
         """Fill ``targets`` from the part; targets in plain host memory are received in place. Returns the part's other tensors.
 
         Those of a divided model are cut, one after another as they come: the whole model is never in memory."""
@@ -323,13 +323,13 @@ def whole_state(model: nn.Module, *, copied: bool, to: int = 0) -> Mapping[str, 
 
     All workers of a group that divides the model call it together; that of position ``to`` has the state, and the others none.
     Without ``copied``, tensors may alias the model's."""
-    parts, state = Parts.of(model), _state(model)
+    parts, state = PartConverter.of(model), _state(model)
     if parts.divided:
         return _gathered(parts, state, to)
     return {name: tensor.detach().clone() if copied else tensor for name, tensor in state.items()}
 
 
-def _gathered(parts: Parts, tensors: Mapping[str, Tensor], to: int = 0) -> Mapping[str, Tensor]:
+def _gathered(parts: PartConverter, tensors: Mapping[str, Tensor], to: int = 0) -> Mapping[str, Tensor]:
     """Whole tensors, on the group's worker ``to``: not in its memory, where they may not fit beside its part of the model."""
     return Spool(parts.gathered(tensors, to)) if parts.divided else tensors
 

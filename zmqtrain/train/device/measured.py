@@ -44,7 +44,7 @@ class Threads:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MeasuredLayout:
     """The measured speed of a step with images in a given memory layout."""
 
     layout: str
@@ -97,7 +97,7 @@ class Measured:
     """Whether images were measured with their channels last in memory."""
     sizes: tuple[Size, ...] = ()
     thread_counts: tuple[Threads, ...] = ()
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[MeasuredLayout, ...] = ()
     hosts: tuple[HostSpeed, ...] = ()
     links: tuple[LinkSpeed, ...] = ()
 
@@ -131,7 +131,7 @@ class Measured:
 _LISTS: Mapping[str, type[Any]] = {
     "sizes": Size,
     "thread_counts": Threads,
-    "layouts": Layout,
+    "layouts": MeasuredLayout,
     "hosts": HostSpeed,
     "links": LinkSpeed,
 }

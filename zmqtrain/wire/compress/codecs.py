@@ -41,7 +41,7 @@ class Codec(Protocol):
         ...
 
     def of_mean(self, count: int) -> Codec:
-        """The codec for the mean of so many payloads that this one has had."""
+        """The codec for the mean of ``count`` payloads that this codec has encoded."""
         ...
 
 

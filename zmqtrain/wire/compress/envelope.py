@@ -16,7 +16,7 @@ CodecName = Literal["none", "fp16", "bf16", "int8", "sign", "topk", "powersgd"]
 CODECS: Final[tuple[CodecName, ...]] = get_args(CodecName)
 
 #: A message stands for at most this many times its own elements, which limits how much memory a small one can make a receiver
-#: allocate. Top-k sends at least one of so many.
+#: allocate. Top-k sends at least one element in this many.
 LARGEST_REDUCTION: Final = 10_000
 #: The fields that every envelope has.
 ENVELOPE: Final = frozenset({"codec", "dtype", "numel", "meta"})

@@ -24,7 +24,7 @@ class TopKCodec:
     name: CodecName = "topk"
 
     def __init__(self, ratio: float, *, times: int = 1) -> None:
-        """``times``: so many times as many are sent, or all as they are where indices would take more than zeros."""
+        """``times``: the factor on the number of elements that are sent. All are sent where indices would take more than zeros."""
         if not 1 / LARGEST_REDUCTION <= ratio <= 1:
             raise ValueError(f"top-k sends a share of {1 / LARGEST_REDUCTION:g} to 1 of the elements, not {ratio}")
         self.ratio, self._times = ratio, times
