@@ -48,7 +48,7 @@ class Tables:
             row["overlap"], f"{row['overlap']:.0%} of compute hides communication"
         )
         speed = (
-            f"{row['flops'] / 1e9:g} GFLOP/s per process for layers without a profiled time"
+            f"{row['flops'] / 1e9:g} GFLOP/s per process, assumed and not measured, for layers without a profiled time"
             if row["flops"]
             else "communication alone"
         )
