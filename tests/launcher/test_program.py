@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import sys
@@ -133,8 +134,10 @@ async def test_a_run_is_followed_to_its_model(folder: Path) -> None:
     async with zmqtrain.launch("own_task.py:task", steps=6, batch_size=16, threads=1, device="cpu") as run:
         with pytest.raises(CheckpointError, match="no model"):
             run.model()
+        ended = asyncio.ensure_future(run)
         lines = [line async for line in run]
-        summary = run.wait(PATIENCE_S)
+        summary = await ended
+        assert run.wait(PATIENCE_S) == summary
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(6))
     assert [line["values"]["eval_loss"] for line in lines if line["kind"] == "eval"] == [summary["eval"]["eval_loss"]]
     assert (summary["status"], run.summary, run.running) == ("done", summary, False)
