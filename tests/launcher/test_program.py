@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,16 @@ def test_a_process_of_a_run_launches_none(folder: Path, monkeypatch: pytest.Monk
 def test_a_directory_in_use_is_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="is not empty"):
         zmqtrain.launch("job.toml", run_dir=folder)
+
+
+def test_a_run_that_a_sink_refuses_leaves_nothing(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = {"prometheus": {"port": taken.getsockname()[1]}}
+        run = zmqtrain.launch("own_task.py:task", observe={"to": ["prometheus", "csv"], "options": options})
+        with pytest.raises(RunFailedError, match="already in use") as caught:
+            run.wait(PATIENCE_S)
+    assert (caught.value.verdict, caught.value.exit_code) == ("topology", 2)
+    assert not run.folder.exists()
 
 
 async def test_a_run_is_followed_to_its_model(folder: Path) -> None:
