@@ -309,7 +309,8 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
         factor += f", gradients up to {ahead['norm_limit']:g} times their running mean"
     if momentum is not None and ahead and ahead["steps"]:
         spread = f", {momentum['total']:.2f} an update of each group" if momentum["compensated"] else ""
-        lines.append(f"momentum {momentum['explicit']:.3f} an update{spread}{factor}; looked {ahead['updates']:g} updates ahead")
+        adapted = f"momentum {momentum['explicit']:.3f} an update{spread}{factor}; looked {ahead['updates']:g} updates ahead"
+        lines.append(f"adapted to asynchronous groups: {adapted}")
     elif momentum is not None and momentum["explicit"] is not None and momentum["implicit"]:
         how = f" (lowered from {momentum['target']:.3g})" if momentum["explicit"] != momentum["target"] else ""
         fitted = "" if momentum["fitted"] is None else f"; fitted {momentum['fitted']:.2f}"
