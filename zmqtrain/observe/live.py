@@ -95,6 +95,8 @@ class Rows:
         elif event["kind"] == "join":  # not its steps, of which the last ones may come late
             self._lost.discard(peer)
         row = self.groups.get(self._group_of.get(peer, -1))
+        if row is not None and event["kind"] == "start":  # at another step than 0 in a run that was resumed
+            row.step = max(row.step, event["step"] or 0)
         if event["kind"] != "step" or row is None:
             return
         row.step = max(row.step, event["step"] + 1)
