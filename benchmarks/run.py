@@ -9,7 +9,11 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from zmqtrain.errors import UsageError
 
@@ -65,22 +69,44 @@ def run_bench(
             print(json.dumps(case), flush=True)
         return 0
     console = Console()
-    table = Table("case", "value", "unit", "peer", "peer's", "ratio", box=None, header_style="bold")
+    measured = []
     for case in cases:
-        ratio = case.get("ratio")
-        table.add_row(
-            str(case["case"]),
-            _number(case["value"]),
-            str(case["unit"]),
-            str(case.get("peer") or ""),
-            _number(case.get("peer_value")),
-            "" if ratio is None else f"{ratio:.2f}",
-        )
+        measured.append(case)
         if console.is_terminal:
             console.print(f"measured: {case['case']}", style="dim", highlight=False)
-    console.print(table)
-    console.print("ratio: above 1 means better than the peer, measured in the same run", style="dim")
+    print_cases(measured, console)
     return 0
+
+
+def print_cases(cases: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """A table of what was measured; two lines for each case where a table would not fit, since folded cells are hard to read."""
+    headings = ("case", "value", "unit", "peer", "peer's", "ratio")
+    rows = [_row(case) for case in cases]
+    used = [i for i in range(len(headings)) if i < 3 or any(row[i] for row in rows)]  # without peers there are no columns for them
+    table = Table(*(headings[i] for i in used), box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*(escape(row[i]) for i in used))
+    if Measurement.get(console, console.options.update(max_width=10**6), table).maximum <= console.width:
+        console.print(table)
+    else:
+        for name, value, unit, peer, peer_value, ratio in rows:
+            beside = f"; {peer}: {peer_value} {unit}".rstrip() + (f"; ratio {ratio}" if ratio else "") if peer else ""
+            console.print(name, markup=False, highlight=False)
+            console.print(Padding(Text(f"{value} {unit}{beside}"), (0, 0, 0, 4)))
+    if 5 in used:
+        console.print("ratio: above 1 means better than the peer, measured in the same run", style="dim")
+
+
+def _row(case: Mapping[str, Any]) -> tuple[str, str, str, str, str, str]:
+    ratio = case.get("ratio")
+    return (
+        str(case["case"]),
+        _number(case["value"]),
+        str(case["unit"]),
+        str(case.get("peer") or ""),
+        _number(case.get("peer_value")),
+        "" if ratio is None else f"{ratio:.2f}",
+    )
 
 
 def _in_parts(

@@ -68,7 +68,7 @@ def written(section: type[BaseModel], name: str, default: Any) -> str:
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, tuple):
-        return "[]"
+        return str(list(default))
     if isinstance(default, dict | BaseModel):
         return "{}"
     field = section.model_fields[name]

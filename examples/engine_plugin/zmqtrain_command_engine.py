@@ -54,7 +54,7 @@ class CommandEngine:
         self._options = {name: str(value) for name, value in run.topology.engine.options.items()}
         if "{agent}" not in self._options.get(START, ""):
             raise UsageError(
-                '[engine] options.start is the command that starts an agent: give one with {agent} in it, like "sh -c {agent}"'
+                '[engine] options.start is the command that starts an agent: give one with {agent} in it, like "nice {agent}"'
             )
         for host in run.hosts:
             self._command(host, [])  # a wrong one is told now

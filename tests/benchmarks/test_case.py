@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from benchmarks.case import Ratio, case_of, size_text
+from benchmarks.run import print_cases
 
 
 @pytest.mark.parametrize(("how", "ratio"), [("peer/value", 2.0), ("value/peer", 0.5), (0.7, 0.7)])
@@ -28,3 +32,16 @@ def test_nothing_has_no_ratio() -> None:
 
 def test_sizes_in_names() -> None:
     assert [size_text(size) for size in (4_000, 250_000, 1_000_000, 100_000_000)] == ["4 KB", "250 KB", "1 MB", "100 MB"]
+
+
+def test_what_is_too_wide_for_a_table_has_two_lines() -> None:
+    cases = [case_of("net", "goodput at 1 Gbit/s, 2 hosts " * 2, 998.8, "Mbit/s", "the link [1]", 1000.0, "value/peer")] * 2
+    shown = {}
+    for width in (80, 120):
+        print_cases(cases, Console(width=width, file=(file := io.StringIO())))
+        shown[width] = file.getvalue().splitlines()
+        assert max(map(len, shown[width])) <= width
+    assert shown[80][1].rstrip() == "    998.8 Mbit/s; the link [1]: 1,000 Mbit/s; ratio 1.00"
+    assert [len(lines) for lines in shown.values()] == [5, 4]
+    print_cases([case_of("study", "x", 1.0, "ms")], Console(width=80, file=(file := io.StringIO())))
+    assert file.getvalue().split() == ["case", "value", "unit", "x", "1", "ms"]

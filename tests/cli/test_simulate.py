@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ def test_a_run_leaves_what_a_real_one_leaves(file: Path, tmp_path: Path, capsys:
     names = {event["args"]["name"] for event in trace if event["name"] == "process_name"}
     assert names == {*(f"worker/{rank}" for rank in range(4)), "server/0", "server/1"}
     assert any(event["name"] == "backward" for event in trace)
+
+
+def test_a_run_that_a_sink_refuses_leaves_nothing(file: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = ['observe.to=["prometheus", "csv"]', f"observe.options.prometheus.port={port}"]
+        with pytest.raises(UsageError, match=rf"port {port}"):
+            run_simulate(file, run_dir=tmp_path / "run", settings=settings)
+    assert not (tmp_path / "run").exists()
 
 
 def test_json_is_json_only(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,12 +131,24 @@ def test_a_directory_in_use_is_refused(folder: Path) -> None:
         zmqtrain.launch("job.toml", run_dir=folder)
 
 
+def test_a_run_that_a_sink_refuses_leaves_nothing(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = {"prometheus": {"port": taken.getsockname()[1]}}
+        run = zmqtrain.launch("own_task.py:task", observe={"to": ["prometheus", "csv"], "options": options})
+        with pytest.raises(RunFailedError, match="already in use") as caught:
+            run.wait(PATIENCE_S)
+    assert (caught.value.verdict, caught.value.exit_code) == ("topology", 2)
+    assert not run.folder.exists()
+
+
 async def test_a_run_is_followed_to_its_model(folder: Path) -> None:
     async with zmqtrain.launch("own_task.py:task", steps=6, batch_size=16, threads=1, device="cpu") as run:
         with pytest.raises(CheckpointError, match="no model"):
             run.model()
+        ended = asyncio.ensure_future(run)
         lines = [line async for line in run]
-        summary = run.wait(PATIENCE_S)
+        summary = await ended
+        assert run.wait(PATIENCE_S) == summary
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(6))
     assert [line["values"]["eval_loss"] for line in lines if line["kind"] == "eval"] == [summary["eval"]["eval_loss"]]
     assert (summary["status"], run.summary, run.running) == ("done", summary, False)

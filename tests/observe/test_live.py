@@ -63,6 +63,14 @@ def test_a_group_without_workers_no_longer_counts(capsys: pytest.CaptureFixture[
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["0", "5", "3..6"]
 
 
+def test_a_resumed_run_begins_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlainView({"worker/0": 0, "worker/1": 1})
+    for rank in (0, 1):
+        view.event({**event(rank, 970), "kind": "start", "values": {"restored": True, "steps": 2000}}, 0.0)
+    view.event(event(0, 970), 0.0)
+    assert capsys.readouterr().out.startswith("step 970..971  ")
+
+
 def test_progress_every_so_many_steps(capsys: pytest.CaptureFixture[str]) -> None:
     view = PlainView(GROUPS, every_steps=10)
     for step in range(30):

@@ -79,7 +79,16 @@ def lead(
         groups = {role.peer: role.group for role in placement.everyone}
         view = make_view(groups, json_lines=options.json_lines, every_steps=topology.observe.progress_every)
         leadership = Leadership.begin(directory, description, began=wall_s()) if alone_s else None
-        launch = Launch(description, directory, view, emulation=emulation, engine=engine, sinks=sinks, leadership=leadership)
+        launch = Launch(
+            description,
+            directory,
+            view,
+            emulation=emulation,
+            engine=engine,
+            sinks=sinks,
+            leadership=leadership,
+            refusable=begun is None and not options.detach,  # a detached one has only its directory to say why
+        )
         return run(launch.run(), dilation=None if emulation is None else emulation.dilation)
 
     return _go_detached(directory.path, go, events_before, json_lines=options.json_lines) if options.detach else go()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -48,7 +48,7 @@ class Tables:
             row["overlap"], f"{row['overlap']:.0%} of compute hides communication"
         )
         speed = (
-            f"{row['flops'] / 1e9:g} GFLOP/s per process for layers without a profiled time"
+            f"{row['flops'] / 1e9:g} GFLOP/s per process, assumed and not measured, for layers without a profiled time"
             if row["flops"]
             else "communication alone"
         )
@@ -75,11 +75,12 @@ class Tables:
         self._totals(totals)
 
     def _layers(self, problem: Problem, layers: Sequence[dict[str, Any]]) -> None:
+        used = _used([row["terms"] for row in layers])
         table = table_of(
-            "layer", "choice", "grid", *(f">{name}" for name, _ in TERMS), ">compute", ">memory", "what would change the choice"
+            "layer", "choice", "grid", *(f">{name}" for name, _ in used), ">compute", ">memory", "what would change the choice"
         )
         for row in layers[:MOST_LAYERS]:
-            terms = [_term(row["terms"], key) for _, key in TERMS]
+            terms = [_term(row["terms"], key) for _, key in used]
             flip = _flip(row["flip"], row["batch"], 8 / problem.link.byte_s)
             cells = (
                 row["layer"],
@@ -94,18 +95,19 @@ class Tables:
         self._show(table, len(layers))
 
     def _alternatives(self, layers: Sequence[dict[str, Any]]) -> None:
-        table = table_of("layer", "choice", "grid", *(f">{name}" for name, _ in TERMS), ">total", "")
+        used = _used([each["terms"] for row in layers for each in row["alternatives"]])
+        table = table_of("layer", "choice", "grid", *(f">{name}" for name, _ in used), ">total", "")
         for row in layers[:MOST_LAYERS]:
             name = row["layer"]
             for each in row["alternatives"]:
                 chosen = (each["choice"], _grid(each)) == (row["choice"], _grid(row))
-                terms = [_term(each["terms"], key) for _, key in TERMS]
+                terms = [_term(each["terms"], key) for _, key in used]
                 cells = (name, each["choice"], _grid(each), *terms, _time(each["seconds"]), "planned" if chosen else "")
                 table.add_row(*map(escape, cells), style="bold" if chosen else None)
                 name = ""
             reasons = {what: why for what, why in row["excluded"].items() if " " not in what}
             for what, why in reasons.items():
-                table.add_row(escape(name), f"[dim]{what}[/]", "-", *[""] * len(TERMS), "", f"[dim]{escape(why)}[/]")
+                table.add_row(escape(name), f"[dim]{what}[/]", "-", *[""] * len(used), "", f"[dim]{escape(why)}[/]")
                 name = ""
         self._show(table, len(layers))
 
@@ -214,7 +216,12 @@ def _who(row: dict[str, Any]) -> str:
     return f"{slots} slots, {pipeline} groups on each that take turns (pipeline = {pipeline})"
 
 
-def _term(terms: dict[str, Any], key: str) -> str:
+def _used(terms: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The headings and keys of the terms that some layer has: a column of dashes says nothing, and tables are wide."""
+    return [(name, key) for name, key in TERMS if any(_term(each, key) != "-" for each in terms)]
+
+
+def _term(terms: Mapping[str, Any], key: str) -> str:
     return _time(terms[key]["seconds"]) if key in terms else "-"
 
 

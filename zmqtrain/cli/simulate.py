@@ -100,8 +100,14 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
     # Progress is shown by real time, not by virtual time.
     record = RunRecord(description, directory, view, world="simulated", clock=time.monotonic, sinks=sinks)
-    for begun in sinks.begin(record.facts()):
-        begun.result(topology.job.timeouts.join_s)
+    try:
+        for begun in sinks.begin(record.facts()):
+            begun.result(topology.job.timeouts.join_s)
+    except UsageError:
+        view.end()
+        sinks.abandon()
+        directory.discard()
+        raise
     options = Options(
         faults=schedule,
         usual_s=horizon_s or None,

@@ -23,7 +23,7 @@ from zmqtrain.integrations.between import Between, Kind, require_fit, require_ki
 
 
 def exchange(trainer: Trainer, kind: Kind, *, group_size: int | None = None, **options: Any) -> None:
-    """From now on ranks average gradients within groups only; between groups goes on what ``kind`` says. All ranks call it.
+    """From now on ranks average gradients within their groups only; ``kind`` says what groups exchange. All ranks call it.
 
     Before the trainer evaluates or saves, all ranks take the mean of the groups' models, and train on from there.
 

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, suppress
 
 from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.death import die_with_parent
-from zmqtrain.errors import ConnectivityError, HostLimitError, ZmqTrainError
+from zmqtrain.errors import ConnectivityError, HostLimitError, PeerLostError, ZmqTrainError
 from zmqtrain.launcher.forked import ForkedProcesses
 from zmqtrain.launcher.forkserver import ForkServer
 from zmqtrain.launcher.local import PARENT
@@ -98,5 +98,8 @@ def main() -> int:
     try:
         return run(run_agent(environment))
     except ConnectivityError as error:
-        print(f"{environment.peer}: {error}", file=sys.stderr, flush=True)
+        # The coordinator has refused it if it is lost itself: the run is over.
+        refused = error.reason if isinstance(error, PeerLostError) and error.peer == environment.peer else ""
+        if not refused or parent is None:  # otherwise the launcher, on this machine, says how the run has ended
+            print(f"{environment.peer}: {refused or error}", file=sys.stderr, flush=True)
         return error.exit_code

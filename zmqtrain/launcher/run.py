@@ -54,6 +54,14 @@ from zmqtrain.world import wall_s
 _SINKS_QUIET_S = 5.0
 
 
+class _RefusedError(Exception):
+    """Sinks have refused the run: nothing has begun, and nothing is to be left behind."""
+
+    def __init__(self, why: UsageError) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
 class Launch:
     """One run. Make it, then ``exit_code = await launch.run()``."""
 
@@ -67,11 +75,13 @@ class Launch:
         engine: Engine | None = None,
         sinks: FanOut | None = None,
         leadership: Leadership | None = None,
+        refusable: bool = False,
     ) -> None:
         """``emulation``: put all hosts on this machine, with a network like the file's. The event loop must have the same dilation.
         ``engine``: what starts the agents; by default the engine that the topology names. If it gathers the hosts first, those of
         the description are not final. ``sinks``: where figures go besides the run directory. ``leadership``: of a run whose
         processes outlive this launcher. If it continues another launcher's, nothing is started: what is there is taken over.
+        ``refusable``: a run whose sinks refuse it is no run: its directory is discarded, and `run` raises the `UsageError`.
         """
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
@@ -82,7 +92,7 @@ class Launch:
         self._record = RunRecord(description, directory, view, world=world, sinks=self._sinks, lasting=leadership is not None)
         self._facts: dict[str, object] = {}  # for the summary
         self._token = secrets.token_hex(16)
-        self._leadership = leadership
+        self._leadership, self._refusable = leadership, refusable
         self._interrupts = 0
         self._stopped = False  # by `halt`
         self._assembly: Assembly | None = None
@@ -100,7 +110,7 @@ class Launch:
     async def run(self) -> int:
         """Start everything, wait until it has ended, and write the run directory. Returns the exit code.
 
-        Raises `NothingLeftError` if it was to take over a run of which nothing is left."""
+        Raises `NothingLeftError` if it was to take over a run of which nothing is left, and `UsageError` if it is refused."""
         loop, leadership = asyncio.get_running_loop(), self._leadership
         began = loop.time()
         if leadership is not None:
@@ -120,6 +130,13 @@ class Launch:
                 if leadership is not None:
                     leadership.journal.close()
                 raise
+            except _RefusedError as refused:
+                self._view.end()
+                self._sinks.abandon()
+                if leadership is not None:
+                    leadership.journal.close()
+                self._directory.discard()
+                raise refused.why from None
             except (ZmqTrainError, ExceptionGroup) as error:
                 report = report_of(error, "launcher")
                 ending = Ending("failed", report["exit_code"], report)
@@ -145,7 +162,12 @@ class Launch:
         return self._assembly is not None and self._assembly.coordinator.superseded
 
     async def _live(self) -> Ending:
-        await self._begin_sinks()
+        try:
+            await self._begin_sinks()
+        except UsageError as error:
+            if self._refusable:
+                raise _RefusedError(error) from error
+            raise
         async with AsyncExitStack() as stack:
             gathering = Gathering(self._topology, self._directory.path, self._record.note, self._busy_hosts())
             leadership = self._leadership

@@ -95,6 +95,8 @@ class TableRows:
         elif event["kind"] == "join":  # not its steps, of which the last ones may come late
             self._lost.discard(peer)
         row = self.groups.get(self._group_of.get(peer, -1))
+        if row is not None and event["kind"] == "start":  # at another step than 0 in a run that was resumed
+            row.step = max(row.step, event["step"] or 0)
         if event["kind"] != "step" or row is None:
             return
         row.step = max(row.step, event["step"] + 1)
@@ -309,7 +311,8 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
         factor += f", gradients up to {ahead['norm_limit']:g} times their running mean"
     if momentum is not None and ahead and ahead["steps"]:
         spread = f", {momentum['total']:.2f} an update of each group" if momentum["compensated"] else ""
-        lines.append(f"momentum {momentum['explicit']:.3f} an update{spread}{factor}; looked {ahead['updates']:g} updates ahead")
+        adapted = f"momentum {momentum['explicit']:.3f} an update{spread}{factor}; looked {ahead['updates']:g} updates ahead"
+        lines.append(f"adapted to asynchronous groups: {adapted}")
     elif momentum is not None and momentum["explicit"] is not None and momentum["implicit"]:
         how = f" (lowered from {momentum['target']:.3g})" if momentum["explicit"] != momentum["target"] else ""
         fitted = "" if momentum["fitted"] is None else f"; fitted {momentum['fitted']:.2f}"

@@ -7,6 +7,7 @@ A full disk or a removed directory does not end the run: what cannot be written 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class RunDirectory:
         self._new = not (path / "events.jsonl").stat().st_size
         self._logs: dict[str, AppendFile] = {}
         self._closed = False
+        self._made = False  # by `create`
 
     @classmethod
     def create(cls, name: str, *, parent: Path = Path("runs"), exact: Path | None = None) -> RunDirectory:
@@ -59,7 +61,9 @@ class RunDirectory:
             (path / "checkpoints").mkdir()
         except OSError as error:
             raise UsageError(f"cannot make a run directory: {error}. Choose a writable folder with --run-dir") from error
-        return cls(path)
+        directory = cls(path)
+        directory._made = True
+        return directory
 
     @classmethod
     def go_on(cls, path: Path) -> RunDirectory:
@@ -189,6 +193,14 @@ class RunDirectory:
             self.write("trace.json", self.trace.to_json())
         except RunDirectoryError as error:
             self.failed("trace.json", error.reason)
+
+    def discard(self) -> None:
+        """Remove everything, if `create` has made it: the run has been refused. A directory that had a run before stays."""
+        self._closed = True
+        for file in (self._events, *self._logs.values()):
+            file.close()
+        if self._made:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _check(self, name: str, reason: str) -> None:
         if reason:

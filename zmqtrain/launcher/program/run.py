@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -159,6 +159,8 @@ class LaunchedRun:
     first on and as they come, until the run has ended; if it has failed, its error is raised then. Each iteration is one of its
     own. Where many events of a second are one line, it is given as the last of them, with the sums of its times and samples
     (``[observe] events_per_s = "all"`` keeps every event).
+
+    ``await run`` is `wait` for coroutines: it returns the summary once the run has ended, while others go on.
 
     In a ``with`` block, a run that has not ended at the block's end is stopped, with a checkpoint where it can. If it has failed
     and nothing has told the program yet, the block raises its error.
@@ -315,6 +317,15 @@ class LaunchedRun:
                 break
             await asyncio.to_thread(wait, [self._ended], LOOK_S)
         self.wait()
+
+    def __await__(self) -> Generator[Any, Any, dict[str, Any]]:
+        """``await run`` is `wait` that lets the program's other coroutines go on."""
+        return self._result().__await__()
+
+    async def _result(self) -> dict[str, Any]:
+        while self.running:
+            await asyncio.to_thread(wait, [self._ended], LOOK_S)
+        return await asyncio.to_thread(self.wait)
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,8 @@ MOST_WAITING = 20_000
 MOST_AT_ONCE = 1000
 #: Seconds that all sinks together have for what is left when the run has ended.
 END_S = 30.0
+#: Seconds for sinks that are about to begin when another one refuses the run.
+ABANDONED_S = 5.0
 
 
 class FanOut:
@@ -58,6 +60,11 @@ class FanOut:
             timeout_s -= sink.join(timeout_s)
         return [line for sink in self._sinks for line in (*sink.said, *sink.missed())]
 
+    def abandon(self, *, timeout_s: float = ABANDONED_S) -> None:
+        """End the sinks of a run that one of them has refused: also those that are about to begin, unless that takes long."""
+        wait([sink.begun for sink in self._sinks], timeout_s)
+        self.end("failed", {})
+
 
 class _Thread:
     """One sink and its thread."""
@@ -66,7 +73,7 @@ class _Thread:
         self.name, self._sink = name, sink
         self.said: deque[str] = deque()
         self._queue: queue.Queue[Mapping[str, Any] | tuple[str, Mapping[str, Any]]] = queue.Queue(MOST_WAITING)
-        self._begun: Future[None] = Future()
+        self.begun: Future[None] = Future()
         self._off = False
         self._dropped = 0
         self._meter = Meter()
@@ -76,7 +83,7 @@ class _Thread:
         # A daemon: a sink that hangs must not keep the launcher from ending.
         self._thread = threading.Thread(target=self._main, args=(run,), name=f"zmqtrain-{self.name}", daemon=True)
         self._thread.start()
-        return self._begun
+        return self.begun
 
     def take(self, event: Mapping[str, Any]) -> None:
         if self._off or self._thread is None:
@@ -106,7 +113,7 @@ class _Thread:
 
     @property
     def _has_begun(self) -> bool:
-        return self._begun.done() and self._begun.exception() is None
+        return self.begun.done() and self.begun.exception() is None
 
     def missed(self) -> list[str]:
         """Warnings about events that the sink has not got or not written, for the end of the run."""
@@ -117,17 +124,17 @@ class _Thread:
         return []
 
     def _main(self, run: RunFacts) -> None:
-        self._begun.set_running_or_notify_cancel()  # who waits may give up, but cannot take it back
+        self.begun.set_running_or_notify_cancel()  # who waits may give up, but cannot take it back
         try:
             self._sink.begin(run)
         except ZmqTrainError as error:
-            self._begun.set_exception(error)
+            self.begun.set_exception(error)
             return
         except Exception as error:  # noqa: BLE001 - another package's code, whose error prevents the run, with the reason
             reason = f"[observe] to: {self.name} cannot begin: {type(error).__name__}: {error}"
-            self._begun.set_exception(UsageError(reason))
+            self.begun.set_exception(UsageError(reason))
             return
-        self._begun.set_result(None)
+        self.begun.set_result(None)
         try:
             while not self._pass_on(self._batch()):
                 pass
