@@ -240,6 +240,21 @@ class Single(nn.Module):
         return self.second(torch.relu(self.first(x.float())))  # type: ignore[no-any-return]
 
 
+class Lowered(nn.Module):
+    """Goes to half precision and back, where sums of rows differ by whole roundings."""
+
+    def __init__(self, *, autocast: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.autocast = nn.Linear(6, 48), nn.Linear(48, 5), autocast
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.autocast:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.second(torch.tanh(self.first(x))).to(x.dtype)
+        h = functional.linear(x.bfloat16(), self.first.weight.to(torch.bfloat16), self.first.bias.type(torch.bfloat16))
+        return functional.linear(torch.tanh(h), self.second.weight.bfloat16()).to(x.dtype)
+
+
 class Tied(nn.Module):
     """One weight twice, a layer twice, a layer never, and a named output."""
 
@@ -295,6 +310,8 @@ ORDINARY: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "prelu": (lambda: last(8, nn.Linear(6, 8), nn.PReLU(8)), vectors),
     "bilinear": (Mlp, vectors),
     "single precision": (Single, vectors),
+    "in half precision": (lambda: Lowered(autocast=False), vectors),
+    "in half precision, by autocast": (lambda: Lowered(autocast=True), vectors),
     "tied": (Tied, vectors),
     "images": (Images, images),
     "a bias before batch norm": (lambda: last(256, nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()), images),

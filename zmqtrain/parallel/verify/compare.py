@@ -29,6 +29,7 @@ from zmqtrain.parallel.verify.case import (
     multiply_weights,
     without_own_dropout,
 )
+from zmqtrain.parallel.verify.in_double import staying_in
 from zmqtrain.parallel.verify.reference import Needs, Wanted, own_change, tensors_of, updated, wanted
 from zmqtrain.parallel.verify.sketch import sketch
 from zmqtrain.parallel.verify.tolerance import TIMES_OWN_CHANGE, distance, is_rounding, largest
@@ -76,7 +77,8 @@ class _Comparison:
         share.begin(0 if phase == "training" else 1, 0, 1)
         start, stop = model.samples(samples)
         own = self._batch.part(slice(start, stop))
-        output = own.output(model)
+        with staying_in(case.dtype):
+            output = own.output(model)
         mine = model.output_range()
         ranges = slice(start + mine.start, start + mine.stop), slice(start, stop)
         self._outputs(model, output, expected.outputs[when], ranges, phase)
@@ -84,7 +86,8 @@ class _Comparison:
         if not part.samples:  # others have all of them, and wait for this process's backward
             self._found.loss = 0.0
             return sum((each.sum() for each in tensors_of(output)), torch.zeros(())) * 0.0
-        loss = mean(share.loss(case.loss, output, part.target)) * (part.samples / samples)
+        with staying_in(case.dtype):
+            loss = mean(share.loss(case.loss, output, part.target)) * (part.samples / samples)
         if when == "first":
             self._found.loss = float(loss.detach()) / model.output_placement.copies
         return loss

@@ -32,6 +32,7 @@ from zmqtrain.parallel.verify.case import (
     multiply_weights,
     without_own_dropout,
 )
+from zmqtrain.parallel.verify.in_double import staying_in
 from zmqtrain.parallel.verify.line import Line
 from zmqtrain.parallel.verify.ordinary import backward_within, drawing_alike
 from zmqtrain.parallel.verify.sketch import pattern, sketch
@@ -378,7 +379,7 @@ def made(case: Case) -> nn.Module:
 def forward(case: Case, model: nn.Module, batch: Batch, phase: Phase, *, backward: bool = False) -> Outcome:
     """Run the ordinary model's forward in a phase. ``backward``: also compute its gradients."""
     model.train(phase == "training")
-    with alone(), drawing_alike(model, case.seed, 0 if phase == "training" else 1) as order:
+    with alone(), staying_in(case.dtype), drawing_alike(model, case.seed, 0 if phase == "training" else 1) as order:
         output = batch.output(model)
         outputs = [each.detach().clone() for each in tensors_of(output)]
         loss = mean(case.loss(output, batch.target))
