@@ -93,8 +93,8 @@ class _Walk:
         """Of a sum over all ``shape[0]`` rows, and over the dimensions beside them in ``shape``."""
         if any(map(math.isnan, divisors)) or any(self._explains(divisor, shape) for divisor in divisors):
             return ""
-        by = " and ".join(f"{divisor:g}" for divisor in divisors if abs(divisor) > 1)
-        divided = f"divided by {by}" if by else "not divided by their number"
+        by = max(map(abs, divisors), default=0.0)
+        divided = f"divided by {by:g}" if by > 1 else "not divided by their number"
         of = f" of {self._wholes[-1]}" if self._wholes else ""
         return (
             f"it is a sum over the samples that is {divided}, and this worker has {self._samples}{of} samples: the mean of the "
