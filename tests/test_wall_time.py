@@ -33,6 +33,7 @@ MAY = {
     "data/processes.py": "waits in a thread for real processes, which load data",
     "host/": "waits in threads, for processes of one real host",
     "c10d/": "is a part of torch.distributed, which lives in real time",
+    "integrations/torchft.py": "is called by torchft, in real time",
     "embed/": "joins a program of the person's own, in real time",
 }
 
