@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +21,10 @@ from zmqtrain.membership.environment import BIND, ENCRYPTED_IO_THREADS, PORTS, p
 from zmqtrain.membership.secret import read_token
 from zmqtrain.net.curve import Identity
 from zmqtrain.net.node import Node
+from zmqtrain.net.routes import own_address
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.zeromq import open_zeromq
+from zmqtrain.topology.hosts import is_loopback
 
 #: The variable with the address at which other hosts find this rank; by default, that of the interface towards the store.
 ADDRESS = "ZMQTRAIN_HOST"
@@ -129,7 +130,7 @@ def listening_address(store: Store | None = None) -> str:
         return given
     meeting = _host_of(store) or os.environ.get("MASTER_ADDR", LOOPBACK)
     address = _route_to(meeting) or LOOPBACK
-    if ip_address(address).is_loopback and not _is_loopback(meeting):
+    if is_loopback(address) and not is_loopback(meeting):
         # The name of this machine, which it often gives a loopback address, in /etc/hosts. Others have come by another way.
         return _route_to(ELSEWHERE) or address
     return address
@@ -142,27 +143,12 @@ def _host_of(store: Any) -> str:
     return str(getattr(store, "host", ""))
 
 
-def _is_loopback(name: str) -> bool:
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
-
-
 def _route_to(name: str) -> str:
     """The address of the interface that leads there; empty if none does."""
     try:
-        found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+        return own_address(socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM))
     except OSError:
         return ""
-    for family, kind, protocol, _, target in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(target)  # sends nothing: it only looks up the route
-            except OSError:
-                continue
-            return str(probe.getsockname()[0]).partition("%")[0]
-    return ""
 
 
 def _is_own(address: str) -> bool:

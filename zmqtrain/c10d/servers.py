@@ -176,9 +176,8 @@ class ModelServers:
         """The endpoints of the worker and of the server."""
         nodes = []
         for kind, arena in zip(("worker", "server"), self._arenas, strict=True):
-            settings = settings_here(
-                self._token, self._timeout_s, _get_default_store(), encrypted=self._encrypted
-            )  # with keys of its own
+            # With keys of its own.
+            settings = settings_here(self._token, self._timeout_s, _get_default_store(), encrypted=self._encrypted)
             nodes.append(await open_zeromq(f"{kind}/{self._rank}", settings=replace(settings, arena=arena)))
         return nodes
 

@@ -48,13 +48,14 @@ class ProcessGroupZmq(ProcessGroupWrapper):  # type: ignore[misc]  # torchft has
     def allreduce(self, tensors: list[Tensor], opts: object) -> _Work:
         """Sum tensors. Where the manager calls it, a failure is told by the future and by `errored` alone."""
         work: _Work
+        if not _asked_by_manager():
+            work = super().allreduce(tensors, opts)
+            return work
         try:
             work = super().allreduce(tensors, opts)
-        except Exception as error:
-            if not _asked_by_manager():
-                raise
+        except Exception as error:  # noqa: BLE001 - told by the work, as that of an operation that has begun
             work = _Work(_failed(tensors, error))
-        work.failed = self._failed if _asked_by_manager() else None
+        work.failed = self._failed
         return work
 
     def errored(self) -> Exception | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from ipaddress import ip_address
 
 from zmqtrain.errors import SshError
+from zmqtrain.net.routes import own_address
 from zmqtrain.topology.schema import Host
 
 
@@ -32,18 +33,11 @@ async def address_towards(host: str, address: str) -> str:
     except OSError as error:
         what = f"its address {address} cannot be resolved here ({error.strerror})"
         raise SshError(host, what, "correct it in [[hosts]]", lasting=True) from error
-    why = ""
-    for family, kind, protocol, _, target in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(target)
-            except OSError as error:
-                why = str(error.strerror)
-                continue
-            return str(probe.getsockname()[0]).partition("%")[0]
-    raise SshError(
-        host, f"there is no route to its address {address} from here ({why})", "correct it in [[hosts]], or repair the network"
-    )
+    try:
+        return own_address(found)
+    except OSError as error:
+        what = f"there is no route to its address {address} from here ({error.strerror})"
+        raise SshError(host, what, "correct it in [[hosts]], or repair the network") from error
 
 
 def listening_address(addresses: Iterable[str]) -> str:
