@@ -313,6 +313,11 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "join": ("A process has joined", "`peer`, `host`, `address`, `reason`; `late` if the run was under way"),
     "running": ("All members have joined, and training begins", "`members`, `reason`"),
     "continued": ("Another launcher has taken over the run", "`epoch`"),
+    "restart": (
+        "The run begins again from the checkpoint of the event's step (none: from its beginning)",
+        "`number` of the restart, `counts` (false if the attempt before had not begun to train), `reason`, `without` (hosts that "
+        "are left out), `samples` that the checkpoint holds",
+    ),
     "leave": ("A member has done its work and left", "`peer`, `reason`"),
     "exit": ("A process has ended", "`peer`, `host`, `exit_code` (negative: the signal), `reason`"),
     "no workers": ("All workers are lost, and one is started again: the run waits for it", "`wait_s`, `reason`"),

@@ -197,3 +197,36 @@ def test_a_run_goes_on_as_if_nothing_had_been(seed: int, tmp_path: Path) -> None
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
     if not drawn.divided and not lost:
         assert ledger | rest.ledger(drawn.steps) == whole.ledger(drawn.steps)
+
+
+@pytest.mark.parametrize("seed", range(FIRST_DRAW + 500, FIRST_DRAW + 500 + DRAWS))
+def test_a_run_begins_again_by_itself(seed: int, tmp_path: Path) -> None:
+    """With ``restarts``, a run that cannot go on without a role that was killed, whatever it is."""
+    drawn = draw(seed)
+    drawn.sections["job"] |= {"elastic": False, "restarts": 3}
+    whole = Ran(tmp_path / "whole", drawn, steps=drawn.steps, resume=None)
+    roles = place(topology_of(tmp_path / "whole", drawn, drawn.steps)).roles
+    victims = [roles[int(what.target * len(roles))].peer for what in drawn.interruptions]
+    faults = [
+        kill(victim, at=(number + what.when) * whole.result.seconds)
+        for number, (victim, what) in enumerate(zip(victims, drawn.interruptions, strict=True))
+    ]
+    restarts: list[tuple[int, int | None]] = []
+    again = Ran(
+        tmp_path / "again",
+        drawn,
+        steps=drawn.steps,
+        resume=None,
+        faults=faults,
+        on_restart=lambda again, ending, step: restarts.append((again.number, step)),
+    )
+    assert again.result.ending.status == "done", again.result.ending
+    assert again.result.attempts == 1 + len(restarts)
+    assert [number for number, _ in restarts] == list(range(1, 1 + len(restarts)))
+    trained = again.parameters()[-len(whole.parameters()) :]
+    if drawn.exact:
+        for mine, theirs in zip(trained, whole.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+    elif drawn.close:
+        for mine, theirs in zip(trained, whole.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)

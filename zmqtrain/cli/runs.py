@@ -26,7 +26,7 @@ from zmqtrain.observe.run_directory import find_run, log_name, runs_of, training
 from zmqtrain.observe.sums import SUMS
 from zmqtrain.observe.tail import Tail
 from zmqtrain.observe.terminal import duration
-from zmqtrain.train.checkpoint.folder import find_checkpoints
+from zmqtrain.train.checkpoint.folder import find_checkpoints, step_of
 from zmqtrain.words import counted
 
 #: Seconds between two looks at what a run has printed.
@@ -174,7 +174,7 @@ def _require_checkpoint(path: Path) -> None:
     training = training_of(path)
     kept, last = find_checkpoints(training / "checkpoints"), _last_step(training)
     step = 0 if last is None else int(str(last["steps"]))
-    newest = int(kept[-1].name.removeprefix("step-")) if kept else None
+    newest = step_of(kept[-1]) if kept else None
     if newest is None or newest < step:
         found = "there are none" if newest is None else f"the newest one is from step {newest}"
         raise CheckpointError(f"{path} has stopped after step {step}, but no checkpoint of that step was kept: {found}")

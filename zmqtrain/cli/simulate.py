@@ -116,6 +116,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
         on_event=record.membership_event,
         on_report=record.report,
         on_checkpoint=record.checkpoint_event,
+        on_restart=record.begins_again,
     )
     view.begin(f"simulated: {record.title()}")
     began = time.monotonic()

@@ -49,7 +49,7 @@ def check_session(topology: Topology, groups: int, *, overlap: bool | None) -> N
             "[compute] precision and accumulate are for tasks: in your own loop use torch.autocast and session.accumulating()"
         )
     if topology.elastic and topology.exchange.kind == "allreduce":
-        raise UsageError("with all-reduce only the runs of tasks can be elastic: remove [job] elastic and restarts")
+        raise UsageError("with all-reduce only the runs of tasks can be elastic: remove [job] elastic")
     if overlap is False and topology.exchange.kind == "allreduce" and topology.exchange.every_steps(groups) > 1:
         raise UsageError(
             "overlap=False with [exchange] every: between exchanges the gradient of all workers is not available. Remove every, "

@@ -22,7 +22,7 @@ from zmqtrain.plan.regroup import regrouped
 from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.checkpoint.folder import find_checkpoints, find_latest
+from zmqtrain.train.checkpoint.folder import find_checkpoints, find_latest, step_of
 from zmqtrain.tune.machine import Machine
 from zmqtrain.tune.monitor import TrialMonitor
 from zmqtrain.tune.trial import Outcome, Setting, Trial
@@ -137,7 +137,7 @@ class JobRuns:
         if status == "done":
             progress["through"] = True
         elif status == "stopped" and not (monitor is not None and monitor.diverged):
-            progress["updates"] += int(find_latest(directory.checkpoints).name.removeprefix("step-")) * topology.compute.groups
+            progress["updates"] += step_of(find_latest(directory.checkpoints)) * topology.compute.groups
         self._note(progress)
         return code, whole_s
 

@@ -38,15 +38,17 @@ from zmqtrain.observe.live import LiveView
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.processors import gpus
+from zmqtrain.run.again import Again, Restarts
 from zmqtrain.run.assembly import Assembly, Listeners
-from zmqtrain.run.ending import Ending, ending_of
+from zmqtrain.run.ending import Ending, ending_by, ending_of
 from zmqtrain.run.preemption import INTERRUPTED, Preemption
 from zmqtrain.run.record import RunRecord
-from zmqtrain.run.report import headline, report_of
+from zmqtrain.run.report import headline
 from zmqtrain.topology.cautions import cautions
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
+from zmqtrain.train.checkpoint.folder import find_checkpoints, step_of
 from zmqtrain.waiting import abandoned
 from zmqtrain.world import wall_s
 
@@ -138,12 +140,10 @@ class Launch:
                 self._directory.discard()
                 raise refused.why from None
             except (ZmqTrainError, ExceptionGroup) as error:
-                report = report_of(error, "launcher")
-                ending = Ending("failed", report["exit_code"], report)
+                ending = ending_by(error, "launcher")
         self._view.end()
-        untouched = leadership is not None and leadership.continues and self._assembly is None
-        if ending.error is not None and (untouched or self._superseded):
-            # The run goes on: with another launcher, or until one takes it over.
+        leadership = self._leadership  # of the last attempt
+        if ending.error is not None and self._goes_on_without_us:
             self._sinks.end(ending.status, {})
             print(f"\n{headline(ending.error)}", file=sys.stderr, flush=True)
             if leadership is not None:
@@ -161,13 +161,62 @@ class Launch:
         """Whether another launcher leads the run."""
         return self._assembly is not None and self._assembly.coordinator.superseded
 
+    @property
+    def _goes_on_without_us(self) -> bool:
+        """Whether the run goes on: with another launcher, or until one takes it over."""
+        untouched = self._leadership is not None and self._leadership.continues and self._assembly is None
+        return untouched or self._superseded
+
     async def _live(self) -> Ending:
+        """All of the run, with its restarts."""
         try:
             await self._begin_sinks()
         except UsageError as error:
             if self._refusable:
                 raise _RefusedError(error) from error
             raise
+        loop = asyncio.get_running_loop()
+        whole = self._topology
+        hosts_return = self._emulation is None and whole.engine.kind == "local"
+        restarts: Restarts | None = None
+        while True:
+            try:
+                ending = await self._attempt()
+            except NothingLeftError:
+                raise
+            except (ZmqTrainError, ExceptionGroup) as error:
+                ending = ending_by(error, "launcher")
+            if self._interrupts or self._stopped or self._preemption.asked or self._goes_on_without_us:
+                return ending
+            began = self._assembly is not None and self._assembly.coordinator.running.is_set()
+            if restarts is None:
+                restarts = Restarts(whole, hosts_return=hosts_return, used=self._record.restarts)
+            again = restarts.after(ending, began=began, now=loop.time())
+            if again is None:
+                return ending
+            self._begin_again(again, ending)
+            await asyncio.sleep(again.pause_s)
+
+    def _begin_again(self, again: Again, ending: Ending) -> None:
+        """Prepare another attempt, from the newest checkpoint."""
+        checkpoints = find_checkpoints(self._directory.checkpoints)
+        resume = str(self._directory.path) if checkpoints else self._description.resume
+        step = step_of(checkpoints[-1]) if checkpoints else None
+        self._record.begins_again(again, ending, step)
+        self._topology, self._placement = again.topology, place(again.topology)
+        self._description = replace(self._description, topology=self._topology, placement=self._placement, resume=resume)
+        self._directory.write("topology.toml", self._topology.to_toml())
+        self._token = secrets.token_hex(16)  # whoever comes from the attempt before is a stranger
+        self._assembly = None
+        if self._leadership is not None:
+            began = float(self._leadership.launch["began"])
+            self._leadership.journal.remove()
+            self._leadership.journal.close()
+            self._leadership = Leadership.begin(self._directory, self._description, began=began)
+            self._leadership.follow(self._directory)
+
+    async def _attempt(self) -> Ending:
+        """The run, until it has ended or failed."""
         async with AsyncExitStack() as stack:
             gathering = Gathering(self._topology, self._directory.path, self._record.note, self._busy_hosts())
             leadership = self._leadership
@@ -232,7 +281,8 @@ class Launch:
             self._record.settle(self._description)
             self._directory.write("topology.toml", self._topology.to_toml())
         continues = self._leadership is not None and self._leadership.continues
-        for caution in () if continues else cautions(self._topology, self._placement, gpus()):  # what the user may not have meant
+        said = continues or self._record.restarts
+        for caution in () if said else cautions(self._topology, self._placement, gpus()):  # what the user may not have meant
             self._record.note(str(caution))
         if gathered.said:
             self._view.note(gathered.said)

@@ -4,6 +4,8 @@ A sample *counts* if its gradient is part of the model. Where all workers stay, 
 lost, what they report says too little: a report may be lost with its sender, or be about a step that was given up. Then it is
 counted where it is decided. Model servers say how many batches count for all of the model. With all-reduce the sums of a step are
 over the usual number of samples, unless workers say otherwise. Else the members of a step are those of the newest view about it.
+
+If a run begins again from a checkpoint, what that holds counts once, and what was trained after it does not.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ class SampleAccount:
     """Feed it events (`add`)."""
 
     def __init__(self) -> None:
+        self._known = True  # whether each step of a group has the same number of samples
+        self._earlier = 0  # the samples in the checkpoint from which the run has begun again, since its first step
+        self._begin_attempt()
+
+    def _begin_attempt(self) -> None:
         self._first: int | None = None
         self._planned: int | None = None
-        self._known = True  # whether each step of a group has the same number of samples
         self._steps = 0
         self._trained = 0
         self._views: dict[int, tuple[int, int]] = {}  # version -> its first step, and the number of members
@@ -47,6 +53,16 @@ class SampleAccount:
             self._counted[int(event["step"])] = int(values["samples"])
         elif kind == "server" and values.get("batches") is not None:
             self._served[peer] = int(values["batches"]), int(values["batches_most"])
+        elif kind == "restart":
+            self._earlier = int(values["samples"] or 0)
+            self._begin_attempt()
+
+    def before(self, step: int, topology: Topology) -> int:
+        """The samples that count in a checkpoint of this step. An elastic run does not say what was lost before: 0."""
+        if topology.elastic:
+            return 0
+        since = step if self._first is None else self._first  # nothing was trained since the checkpoint was read
+        return self._earlier + max(0, step - since) * topology.compute.groups * topology.compute.batch_size
 
     def _begin(self, step: int, values: Mapping[str, Any]) -> None:
         if self._first is None or step < self._first:  # those that come later may have more steps, of what others have left
@@ -87,6 +103,7 @@ class SampleAccount:
             counted = min(due, sum(self._counted.get(step, size) for step, size in usual.items()))
         elif topology.elastic:
             counted = batch * sum(self._members(step, groups) for step in range(self._first, until))
+        due, counted = due + self._earlier, counted + self._earlier
         lost, repeated = max(0, due - counted), max(0, counted - due)
         why = self._why(topology, lost, whole=whole, done=done) if lost else None
         return {"due": due, "counted": counted, "repeated": repeated, "lost": lost, "why": why}

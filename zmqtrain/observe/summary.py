@@ -33,7 +33,8 @@ class Summary:
         self._served: dict[str, Counter[int]] = {}  # server -> how often it has applied a gradient of each staleness
         self._seen = _Seen()
         self._fc: dict[str, Mapping[str, Any]] = {}  # FC server -> its own statistics
-        self._bytes_sent: dict[str, int] = {}
+        self._bytes_sent: dict[str, int] = {}  # by each role's newest process
+        self._bytes_before = 0  # by the processes before
         self._spread: float | None = None
         self.newest_checkpoint: int | None = None
         """The step of the newest complete checkpoint on disk."""
@@ -75,6 +76,8 @@ class Summary:
             self._not_kept[event["step"]] = values["reason"]
         sent = values.get("bytes_sent")
         if isinstance(sent, int):
+            before = self._bytes_sent.get(peer, 0)
+            self._bytes_before += before if sent < before else 0
             self._bytes_sent[peer] = sent
         spread = values.get("replica_spread")
         if isinstance(spread, int | float):
@@ -162,7 +165,7 @@ class Summary:
                 "failed": [{"step": step, "reason": reason} for step, reason in self._not_kept.items()],
             },
             "momentum": self._momentum.to_dict(self._staleness()["mean"]),
-            "bytes_sent": sum(self._bytes_sent.values()),
+            "bytes_sent": self._bytes_before + sum(self._bytes_sent.values()),
             "replica_spread": self._spread,
             "slow": self._slow,
         }

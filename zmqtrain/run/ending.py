@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zmqtrain.errors import HostLostError
+from zmqtrain.errors import HostLostError, SshError
 from zmqtrain.membership.actions import Failure, Outcome
 from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.preemption import INTERRUPTED, PREEMPTED
-from zmqtrain.run.report import report_of
+from zmqtrain.run.report import report_of, root_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class Ending:
     status: str
     exit_code: int
     error: dict[str, Any] | None = None
+    lost_hosts: tuple[str, ...] = ()
+    """The hosts that were lost, or could not be reached, if that is why it ended."""
 
 
 def ending_of(outcome: Outcome, *, stopped: bool = False, interrupted: bool = False) -> Ending:
@@ -39,10 +42,23 @@ def ending_of(outcome: Outcome, *, stopped: bool = False, interrupted: bool = Fa
         return Ending("failed", int(report["exit_code"]), report)
     if cause is not None and not (cause.consequence and outcome.halt):
         report = _report_of_failure(cause)
-        return Ending("failed", int(report["exit_code"]), report)
+        lost = (cause.host,) if cause.peer.startswith("agent/") else ()
+        return Ending("failed", int(report["exit_code"]), report, lost)
     report = dict(outcome.halt or {"message": outcome.reason})
     report.setdefault("exit_code", 64)
     return Ending("halted", int(report["exit_code"]), report)
+
+
+def ending_by(error: BaseException, peer: PeerId) -> Ending:
+    """The ending of a run that this error of the launcher's own side has ended. ``peer``: who stands in the report."""
+    report = report_of(error, peer)
+    root = root_of(error)
+    lost: tuple[str, ...] = ()
+    if isinstance(root, HostLostError):
+        lost = tuple(dict.fromkeys(fault.host for fault in root.faults if fault.passing))
+    elif isinstance(root, SshError) and not root.lasting:
+        lost = (root.host,)
+    return Ending("failed", int(report["exit_code"]), report, lost)
 
 
 def _report_of_failure(failure: Failure) -> dict[str, Any]:

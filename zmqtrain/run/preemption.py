@@ -44,6 +44,11 @@ class Preemption:
             self._by, self._person = by, person
             self._asked.set()
 
+    @property
+    def asked(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self._asked.is_set()
+
     async def run(
         self,
         endpoint: Endpoint,

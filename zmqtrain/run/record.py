@@ -24,8 +24,10 @@ from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.observe.slowness import Slowness
 from zmqtrain.observe.summary import Summary
 from zmqtrain.observe.sums import EventSums
+from zmqtrain.run.again import Again
 from zmqtrain.run.ending import Ending
 from zmqtrain.run.report import LOG, headline
+from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.rounded import rounded_duration
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.model_file import model_lines
@@ -68,6 +70,8 @@ class RunRecord:
         self._sinks = FanOut() if sinks is None else sinks
         self._unkept: list[int] = []  # the steps of checkpoints that could not be written
         self._losses: list[str] = []  # reasons of losses after which the run continued
+        self.restarts = 0
+        """How often the run has begun again."""
         self._host_of = {role.peer: role.host for role in (*self._placement.roles, *self._placement.spares)}
 
     def take_up(self) -> None:
@@ -84,12 +88,42 @@ class RunRecord:
                     self.stopped_at = line["step"]
                 elif line["kind"] == "lost" and self._topology.elastic:
                     self._losses.append(str(line["values"]["reason"]))
+                elif line["kind"] == "restart":
+                    self._count_restart(line["values"])
                 self.summary.add(peer, line)
                 self._account.add(peer, line)
 
+    def begins_again(self, again: Again, ending: Ending, step: int | None) -> None:
+        """The run begins again after this ending, from the checkpoint of this step; ``None``: it has kept none, and begins as it
+        did before."""
+        assert ending.error is not None
+        self._write(self._sums.rest())
+        self._slowness = Slowness()
+        self.stopped_at = None
+        for role in self._placement.everyone:
+            self._directory.trace.again(role.peer)
+        reason, most = headline(ending.error), self._topology.job.restarts
+        values = {"number": again.number, "counts": again.counts, "reason": reason, "without": list(again.without)}
+        kept = None if step is None else self._account.before(step, self._topology)
+        self.event(COORDINATOR, {"kind": "restart", "step": step, "values": {**values, "samples": kept}})
+        self._count_restart(values)
+        where = "from the beginning: no checkpoint was kept" if step is None else f"from the checkpoint of step {step}"
+        without = f", without {', '.join(again.without)}" if again.without else ""
+        self._view.note(f"{reason}\nthe run begins again {where}{without} (restart {again.number} of {most})")
+        self._place(again.topology, place(again.topology))
+        self._directory.flush()
+
+    def _count_restart(self, values: Mapping[str, Any]) -> None:
+        self.restarts = int(values["number"])
+        if values["counts"]:
+            self._losses.append(str(values["reason"]))
+
     def settle(self, description: RunDescription) -> None:
         """Set the description, once the hosts and the placement are known."""
-        self._topology, self._placement = description.topology, description.placement
+        self._place(description.topology, description.placement)
+
+    def _place(self, topology: Topology, placement: Placement) -> None:
+        self._topology, self._placement = topology, placement
         self._host_of = {role.peer: role.host for role in (*self._placement.roles, *self._placement.spares)}
         self._view.regroup({role.peer: role.group for role in self._placement.everyone})
 
@@ -221,6 +255,7 @@ class RunRecord:
             "grid": self._topology.compute.grid or f"1x{self._placement.group_size}",
             "gradients": gradients_of(self._topology),
             "losses": self._losses,
+            "restarts": self.restarts,
             "account": account,
             "versions": versions(),
             **(more or {}),

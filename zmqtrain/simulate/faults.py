@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -186,6 +186,16 @@ def later(faults: Sequence[Fault], seconds: float) -> tuple[Fault, ...]:
             if lasts is None or lasts > 0:
                 left.append(replace(fault, at=0.0, lasts=lasts))
     return tuple(left)
+
+
+def remaining(faults: Sequence[Fault], done: Sequence[Fault], seconds: float, hosts: Collection[str]) -> tuple[Fault, ...]:
+    """The rest of a schedule for a run that begins again after ``seconds``: what is still to come, or not over; faults at steps
+    that have not happened; and hosts that are gone for good, among ``hosts``. ``done``: what has happened."""
+    dead = [fault.target for fault in done if fault.kind == "kill" and fault.target in hosts]
+    back = [fault.target for fault in done if fault.kind == "restart"]
+    gone = [kill(host, at=0.0) for host in dict.fromkeys(dead) if host is not None and host not in back]
+    untimed = [fault for fault in faults if fault.at is None and fault not in done]
+    return (*gone, *later(faults, seconds), *untimed)
 
 
 def random_faults(

@@ -19,20 +19,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zmqtrain.errors import SimulationError, UsageError, ZmqTrainError
+from zmqtrain.errors import SimulationError, ZmqTrainError
 from zmqtrain.membership.actions import Outcome
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.coordinator import EventCallback, ReportCallback
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.run.again import Again, Restarts
 from zmqtrain.run.assembly import Assembly, Listeners
-from zmqtrain.run.ending import Ending, ending_of
-from zmqtrain.run.report import LOG, report_of
+from zmqtrain.run.ending import Ending, ending_by, ending_of
+from zmqtrain.run.report import LOG
 from zmqtrain.simulate.audit import Auditor
 from zmqtrain.simulate.clock import VirtualLoop, run_virtual
 from zmqtrain.simulate.cluster import Cluster
-from zmqtrain.simulate.faults import Fault, faults_of
+from zmqtrain.simulate.faults import Fault, faults_of, remaining
 from zmqtrain.simulate.host import Plan, be_host
 from zmqtrain.simulate.inject import Injector
 from zmqtrain.simulate.logs import logs_to
@@ -42,6 +43,7 @@ from zmqtrain.topology.links import links_of
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.collector import OnEvent
+from zmqtrain.train.checkpoint.folder import find_checkpoints, step_of
 from zmqtrain.train.device.profile import Profile
 
 if TYPE_CHECKING:
@@ -77,6 +79,9 @@ class Options:
     on_audit: AuditListener | None = None
     on_checkpoint: OnEvent | None = None
     """Called with events about checkpoints."""
+    on_restart: Callable[[Again, Ending, int | None], None] | None = None
+    """Called before the run begins again (``[job] restarts``), with the reason and the step of the newest checkpoint; ``None``: it
+    has kept none."""
     on_begin: Callable[[Callable[[str], None]], None] | None = None
     """Called with a function that stops the run in good order, and takes the reason."""
     debug: bool = False
@@ -99,6 +104,20 @@ class Result:
     """How many launchers there were, one after another."""
     records: int = 0
     """The number of records in the last one's journal, if there was one."""
+    attempts: int = 1
+    """How often the run has begun: more than once with ``[job] restarts``."""
+
+    def then(self, other: Result) -> Result:
+        """The result of a run that has begun again after this one: the other one's, in all."""
+        return replace(
+            other,
+            seconds=self.seconds + other.seconds,
+            callbacks=self.callbacks + other.callbacks,
+            faults=(*self.faults, *other.faults),
+            broken=[*self.broken, *other.broken],
+            launchers=self.launchers + other.launchers,
+            attempts=self.attempts + 1,
+        )
 
 
 def simulate(topology: Topology, *, seed: int | None = None, options: Options | None = None) -> Result:
@@ -125,8 +144,45 @@ def simulate(topology: Topology, *, seed: int | None = None, options: Options | 
     topology = resolved(topology, seed)
     if topology.compute.profile is not None:
         Profile.load(topology.compute.profile)  # so that errors in it are reported now, and not by every worker
-    simulation = Simulation(topology, options)
-    return run_virtual(simulation.run(), seed=seed, limit_s=topology.simulation.time_limit, debug=options.debug)
+    faults = tuple(faults_of(topology) if options.faults is None else options.faults)
+    topology = topology.model_copy(update={"faults": ()})  # they may name a host that is left out later
+    restarts = Restarts(topology, hosts_return=False)
+    before: Result | None = None
+    while True:
+        simulation = Simulation(topology, replace(options, faults=faults))
+        limit_s = topology.simulation.time_limit
+        result = run_virtual(simulation.run(), seed=seed, limit_s=limit_s, debug=options.debug)
+        whole = result if before is None else before.then(result)
+        asked = options.preempt_at_s is not None and options.preempt_at_s <= result.seconds
+        again = None if asked else restarts.after(result.ending, began=simulation.began, now=whole.seconds)
+        if again is None:
+            return whole
+        resume = _newest(options)
+        if options.on_restart is not None:
+            options.on_restart(again, result.ending, resume)
+        took_s = result.seconds + again.pause_s
+        before, topology = replace(whole, seconds=whole.seconds + again.pause_s), again.topology
+        faults = remaining(faults, result.faults, took_s, [host.name for host in topology.hosts])
+        options = _later(options, took_s, resume)
+
+
+def _newest(options: Options) -> int | None:
+    """The step of the newest checkpoint; ``None`` if there is none."""
+    found = [] if options.checkpoints is None else find_checkpoints(options.checkpoints)
+    return step_of(found[-1]) if found else None
+
+
+def _later(options: Options, seconds: float, resume: int | None) -> Options:
+    """The options for a run that begins again after ``seconds``, from a checkpoint or as before."""
+    deaths = options.launcher_deaths
+    if deaths is not None:
+        deaths = [(at - seconds, away_s) for at, away_s in deaths if isinstance(at, float) and at > seconds]
+    return replace(
+        options,
+        resume=options.resume if resume is None else options.checkpoints,
+        launcher_deaths=deaths,
+        preempt_at_s=None if options.preempt_at_s is None else options.preempt_at_s - seconds,
+    )
 
 
 def resolved(topology: Topology, seed: int) -> Topology:
@@ -149,6 +205,8 @@ class Simulation:
         self._topology, self._options = topology, options
         self._deaths: list[Death] | None = None  # of launchers; none: there is one, without a journal
         self.launchers, self.records = 1, 0
+        self.began = False
+        """Whether all roles have joined."""
         self._placement = place(topology)
         self._timeouts = topology.job.timeouts
         clock = lambda: asyncio.get_running_loop().time()  # noqa: E731
@@ -165,7 +223,7 @@ class Simulation:
     async def _run(self, loop: VirtualLoop) -> Result:
         network = SimulatedNetwork(links_of(self._topology), loop.world.random("network"))
         cluster = Cluster(network, self._placement, self._topology.network.slowdowns())
-        faults = faults_of(self._topology) if self._options.faults is None else tuple(self._options.faults)
+        faults = tuple(self._options.faults or ())
         injector = Injector(cluster, faults)
         if self._options.launcher_deaths is not None or any(map(is_of_launcher, faults)):
             self._deaths = [*(self._options.launcher_deaths or ()), *deaths_of(faults)]
@@ -175,8 +233,8 @@ class Simulation:
         except (SimulationError, asyncio.CancelledError):
             raise
         except (ZmqTrainError, ExceptionGroup) as error:
-            report = {**report_of(error, COORDINATOR), "host": "", "pid": 0}
-            ending = Ending("failed", int(report["exit_code"]), report)
+            ending = ending_by(error, COORDINATOR)
+            ending = replace(ending, error={**(ending.error or {}), "host": "", "pid": 0})
         seconds = loop.time()
         await self._end(cluster, injector)
         broken = self._auditor.verdict(ending, seconds, injector.done)
@@ -185,8 +243,6 @@ class Simulation:
     async def _live(self, loop: VirtualLoop, cluster: Cluster, injector: Injector) -> Outcome:
         topology, options = self._topology, self._options
         deaths = self._deaths
-        if deaths is not None and options.resume is not None:
-            raise UsageError("a simulation that resumes a checkpoint has one launcher")
         description = RunDescription(
             topology,
             self._placement,
@@ -285,6 +341,7 @@ class Simulation:
         return hear
 
     def _event(self, kind: str, values: dict[str, Any]) -> None:
+        self.began = self.began or kind == "running"
         self._auditor.membership_event(kind, values)
         if self._options.on_event is not None:
             self._options.on_event(kind, values)

@@ -135,7 +135,13 @@ class Job(Section):
         "square root.",
     )
     restarts: int = Field(
-        default=0, ge=0, le=1000, description="How many times each worker of an elastic run is restarted after it was lost."
+        default=0,
+        ge=0,
+        le=1000,
+        description="How many times each worker of an elastic run is restarted after it was lost; and how many times a run that "
+        "cannot go on, elastic or not, begins again as a whole from its newest checkpoint, after a failure that another try may "
+        "cure (exit codes of 128 and above). A host that was lost is left out if the others have room for all roles, or if the "
+        "file leaves the number of workers to the hosts; otherwise it is waited for, up to `min_workers_wait`.",
     )
     min_workers: int | None = Field(
         default=None,
@@ -152,7 +158,9 @@ class Job(Section):
         "part while it trains (`zmqtrain join RUN`). Default: no others.",
     )
     min_workers_wait: Alone = Field(
-        default=600.0, description="How long an elastic run may have fewer than `min_workers` workers. 0: it stops at once."
+        default=600.0,
+        description="How long an elastic run may have fewer than `min_workers` workers (0: it stops at once), and how long a run "
+        "that begins again waits for a host.",
     )
     port: int = Field(default=0, ge=0, le=65535, description="TCP port of the coordinator. 0: any free port.")
     ports: Annotated[str, AfterValidator(_ports)] | None = Field(

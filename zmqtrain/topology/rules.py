@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Engines that use the addresses in the file.
 _NAMED_MACHINES = ("ssh",)
+#: Engines whose agents are started by somebody else.
+_STARTED_BY_OTHERS = ("environment", "kubernetes")
 
 
 def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule]:
@@ -64,7 +66,7 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
     if job.elastic and why is not None:
         reason, paths = why
         yield rule(reason, ("job", "elastic"), *paths)
-    named = (("restarts", job.restarts), ("min_workers", job.min_workers), ("max_workers", job.max_workers))
+    named = (("min_workers", job.min_workers), ("max_workers", job.max_workers))
     needs = [name for name, given in named if given]
     if not topology.elastic:
         reason, paths = why_it_is_not(topology)
@@ -74,6 +76,12 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
     elif job.min_workers is not None and job.min_workers > topology.compute.workers:
         text = f"min_workers is {job.min_workers}, but the run has {topology.compute.workers} workers"
         yield rule(text, ("job", "min_workers"), ("compute", "groups"))
+    if job.restarts and not topology.elastic and topology.engine.kind in _STARTED_BY_OTHERS:
+        text = (
+            f'with kind = "{topology.engine.kind}" the launcher cannot start agents again: let what starts them repeat the whole '
+            "command, zmqtrain launch FILE --run-dir DIR --continue, and remove restarts"
+        )
+        yield rule(text, ("job", "restarts"), ("engine", "kind"))
     if job.on_resize != "keep" and not (topology.elastic and topology.exchange.kind == "allreduce"):
         text = (
             "on_resize is for elastic all-reduce, whose workers divide the batch of a step: set elastic = true and kind = "

@@ -43,6 +43,7 @@ __all__ = [
     "find_latest",
     "prune",
     "read_safetensors",
+    "step_of",
 ]
 
 META = "checkpoint.msgpack"
@@ -303,7 +304,12 @@ def _require_file(path: Path) -> None:
 def find_checkpoints(checkpoints: Path) -> list[Path]:
     """The complete checkpoints in a folder, the latest last."""
     found = [path for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name) and (path / META).is_file()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint in a folder of checkpoints, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def find_latest(folder: Path) -> Path:
