@@ -310,6 +310,26 @@ def test_a_receive_that_times_out_fails_alone() -> None:
     other.shutdown()
 
 
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_message_of_another_size_is_an_error_of_its_receive_alone(hosts: str) -> None:
+    one, other = groups_of(2, hosts=hosts)
+    for numel in (1, 3, 100_000):
+        sent = other.send([torch.ones(numel)], 0, 8)
+        with pytest.raises(MismatchError, match=r"receive from rank 1 \(tag 8\): .*expected"):
+            one.recv([torch.zeros(2)], 1, 8).wait()
+        sent.wait()
+    sent = other.send([torch.ones(3)], 0, 8)
+    with pytest.raises(MismatchError, match=r"receive from any rank \(tag 8, .*expected"):
+        one.recv_anysource([torch.zeros(2)], 8).wait()
+    tensor = torch.zeros(2)
+    sent = other.send([torch.ones(2)], 0, 8)
+    one.recv([tensor], 1, 8).wait()
+    sent.wait()
+    assert tensor.tolist() == [1.0, 1.0]
+    for group in (one, other):
+        group.shutdown()
+
+
 def test_a_group_can_be_made_again_while_another_rank_still_has_the_old_one() -> None:
     """As a program under torchrun does, whose store outlives the group."""
     from zmqtrain.c10d.rendezvous import rendezvous

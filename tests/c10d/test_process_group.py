@@ -259,6 +259,15 @@ def test_operations_that_mean_nothing_are_refused_at_once(ranks: Ranks[Any]) -> 
             group._allgather_base(torch.empty(3 * group.size() + 1), torch.ones(3))
         with pytest.raises(ValueError, match="tags are not negative"):
             group.recv_anysource([torch.ones(1)], -1)
+        for root in (-1, group.size()):
+            with pytest.raises(ValueError, match=f"broadcast of rank {root} in a group of {group.size()}"):
+                group.broadcast([torch.ones(1)], options(dist.BroadcastOptions, rootRank=root))
+            with pytest.raises(ValueError, match=f"reduce to rank {root}"):
+                group.reduce([torch.ones(1)], options(dist.ReduceOptions, rootRank=root))
+            with pytest.raises(ValueError, match=f"gather to rank {root}"):
+                group.gather([], [torch.ones(1)], options(dist.GatherOptions, rootRank=root))
+            with pytest.raises(ValueError, match=f"scatter of rank {root}"):
+                group.scatter([torch.ones(1)], [], options(dist.ScatterOptions, rootRank=root))
         group.barrier().wait()
 
     ranks(work)

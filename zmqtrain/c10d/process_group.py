@@ -111,10 +111,12 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         opts = dist.ReduceOptions() if opts is None else opts
+        self._require_rank("reduce to", opts.rootRank)
         return self._all_reduce(tensors, opts.reduceOp, "reduce", opts, root=opts.rootRank)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         root = 0 if opts is None else opts.rootRank
+        self._require_rank("broadcast of", root)
 
         def do(call: _Call) -> None:
             for tensor in tensors:
@@ -161,6 +163,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Handle:
         root = 0 if opts is None else opts.rootRank
+        self._require_rank("gather to", root)
         targets = outputs[0] if self._rank_here == root else None
         if targets is not None:
             self._require_parts("gather", targets, inputs[0])
@@ -174,6 +177,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Handle:
         root = 0 if opts is None else opts.rootRank
+        self._require_rank("scatter of", root)
         parts = inputs[0] if self._rank_here == root else None
         if parts is not None:
             self._require_parts("scatter", parts, outputs[0])
@@ -370,6 +374,10 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 f"{name} rank {peer} by rank {self._rank_here} of a group of {self._size_here}: give another rank's number"
             )
         return f"{name} {self._names[peer]} (tag {tag})"
+
+    def _require_rank(self, name: str, root: int) -> None:
+        if not 0 <= root < self._size_here:
+            raise WrongCallError(f"{name} rank {root} in a group of {self._size_here}: give the number of one of its ranks")
 
     def _equal_parts(self, flat: Tensor) -> list[Tensor]:
         """A part for each rank."""

@@ -215,7 +215,7 @@ class SeveralHosts:
             source = sources[0]
             try:
                 async with in_time("any rank" if len(sources) > 1 else self._peers[source], what, self._timeout_s, self._setting):
-                    source = await self._receive(sources, tag, as_bytes(flat))
+                    source = await self._receive(sources, tag, as_bytes(flat), what)
             except (Exception, asyncio.CancelledError) as failed:  # noqa: BLE001 - passed to those who wait
                 told = self._told(first_error(failed), what)
                 error = told if isinstance(told, Exception) else PeerLostError(self._peers[self._rank], "the group was destroyed")
@@ -223,34 +223,43 @@ class SeveralHosts:
 
         asyncio.run_coroutine_threadsafe(receive(), self._network.loop)
 
-    async def _receive(self, sources: Sequence[int], tag: int, flat: Tensor) -> int:
-        """Receive a message of one of these ranks. Returns whose it was."""
+    async def _receive(self, sources: Sequence[int], tag: int, flat: Tensor, what: str) -> int:
+        """Receive a message of one of these ranks. Returns whose it was. Raises `ProtocolError` if it has another size."""
         for source in sources:
             for place, (found, content) in enumerate(self._surplus.get(source, ())):
                 if found == tag:
                     del self._surplus[source][place]
+                    if content.numel() != flat.numel():
+                        raise ProtocolError(f"{what}: {content.numel():,} bytes were sent, but {flat.numel():,} were expected")
                     flat.copy_(content)
                     return source
         if len(sources) == 1:
-            await self._node.receive(self._peers[sources[0]], ("message", tag), into=_payload(flat))
+            await self._message(sources[0], tag, flat, what)
             return sources[0]
         contents = {source: torch.empty_like(flat) for source in sources}
-        waits = {
-            asyncio.create_task(self._node.receive(self._peers[each], ("message", tag), into=_payload(content))): each
-            for each, content in contents.items()
-        }
+        waits = {asyncio.create_task(self._message(each, tag, content, what)): each for each, content in contents.items()}
         try:
             arrived, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await abandoned(waits)
-        came = [source for wait, source in waits.items() if not wait.cancelled() and wait.exception() is None]
-        if not came:
+        ended = {source: wait.exception() for wait, source in waits.items() if not wait.cancelled()}
+        misfit = next((error for error in ended.values() if isinstance(error, ProtocolError)), None)
+        came = [source for source, error in ended.items() if error is None]
+        if not came and misfit is None:
             raise next(iter(arrived)).exception() or PeerLostError("any rank", "it has left")
-        first, *others = came
-        for source in others:
+        for source in came if misfit else came[1:]:
             self._surplus.setdefault(source, deque()).append((tag, contents[source]))
-        flat.copy_(contents[first])
-        return first
+        if misfit is not None:
+            raise misfit
+        flat.copy_(contents[came[0]])
+        return came[0]
+
+    async def _message(self, source: int, tag: int, flat: Tensor, what: str) -> None:
+        """Raises `ProtocolError` if the message has another size."""
+        try:
+            await self._node.receive(self._peers[source], ("message", tag), into=_payload(flat))
+        except ValueError as error:
+            raise ProtocolError(f"{what}: {flat.numel():,} bytes were expected, but the message has another size") from error
 
     def _leave(self) -> None:
         """The process ends: let what it has sent arrive, and end the thread, which must not run while the interpreter ends."""
