@@ -107,7 +107,8 @@ class RunRecord:
         kept = None if step is None else self._account.before(step, self._topology)
         self.event(COORDINATOR, {"kind": "restart", "step": step, "values": {**values, "samples": kept}})
         self._count_restart(values)
-        where = "from the beginning: no checkpoint was kept" if step is None else f"from the checkpoint of step {step}"
+        none = "a script goes on from what it has saved itself" if self._script else "no checkpoint was kept"
+        where = f"from the beginning: {none}" if step is None else f"from the checkpoint of step {step}"
         without = f", without {', '.join(again.without)}" if again.without else ""
         self._view.note(f"{reason}\nthe run begins again {where}{without} (restart {again.number} of {most})")
         self._place(again.topology, place(again.topology))
