@@ -127,11 +127,16 @@ def test_one_that_had_nothing_left_is_refused_if_it_would_train_old_parameters()
 
 
 def test_until_servers_have_their_first_values_the_worker_that_gives_them_cannot_be_replaced() -> None:
-    """The auditor knows."""
+    """The auditor knows. The run begins again."""
     shape = teams_topology('"sync"', groups=1, size=3, job="restarts = 2")
-    result = simulate(shape, options=Options(faults=[kill("worker/0", at=0.000712)]))
-    assert "lost worker/0 while waiting for its gradients" in str((result.ending.error or {}).get("message"))
-    assert result.broken == []
+    reasons: list[str] = []
+    options = Options(
+        faults=[kill("worker/0", at=0.000712)],
+        on_restart=lambda again, ending, step: reasons.append(str((ending.error or {}).get("message"))),
+    )
+    result = simulate(shape, options=options)
+    assert ["lost worker/0 while waiting for its gradients" in reason for reason in reasons] == [True]
+    assert (result.ending.status, result.broken) == ("done", [])
 
 
 @pytest.mark.parametrize("seed", range(3))
