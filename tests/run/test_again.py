@@ -6,6 +6,7 @@ import pytest
 
 from zmqtrain.run.again import PAUSE_S, Again, Restarts
 from zmqtrain.run.ending import Ending
+from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 
 KILLED = Ending("failed", 137, {"peer": "worker/1"})
@@ -24,6 +25,12 @@ def job(restarts: int = 2, hosts: int = 3, **compute: Any) -> Topology:
     )
 
 
+def restarts_of(topology: Topology, *, hosts_return: bool = False, used: int = 0) -> Restarts:
+    restarts = Restarts(topology, place(topology), hosts_return=hosts_return)
+    restarts.used = used
+    return restarts
+
+
 def lost(*hosts: str) -> Ending:
     return Ending("failed", 129, {"peer": f"agent/{hosts[0]}"}, hosts)
 
@@ -39,13 +46,13 @@ def names(again: Again) -> list[str]:
 
 
 def test_as_often_as_restarts_says() -> None:
-    restarts = Restarts(job(), hosts_return=False)
+    restarts = restarts_of(job())
     assert [after(restarts, KILLED).number, after(restarts, KILLED).number] == [1, 2]
     assert restarts.after(KILLED, began=True, now=0.0) is None
 
 
 def test_restarts_under_another_launcher_count() -> None:
-    assert Restarts(job(), hosts_return=False, used=2).after(KILLED, began=True, now=0.0) is None
+    assert restarts_of(job(), used=2).after(KILLED, began=True, now=0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -61,20 +68,20 @@ def test_restarts_under_another_launcher_count() -> None:
     ],
 )
 def test_only_after_failures_that_another_try_may_cure(ending: Ending) -> None:
-    assert Restarts(job(), hosts_return=False).after(ending, began=True, now=0.0) is None
+    assert restarts_of(job()).after(ending, began=True, now=0.0) is None
 
 
 def test_a_run_that_has_never_begun_does_not_begin_again() -> None:
-    assert Restarts(job(), hosts_return=False).after(lost("node2"), began=False, now=0.0) is None
+    assert restarts_of(job()).after(lost("node2"), began=False, now=0.0) is None
 
 
 def test_a_killed_process_is_not_waited_for() -> None:
-    again = after(Restarts(job(), hosts_return=False), KILLED)
+    again = after(restarts_of(job()), KILLED)
     assert (again.pause_s, again.without, names(again)) == (0.0, (), ["node1", "node2", "node3"])
 
 
 def test_hosts_that_decide_how_many_workers_there_are_go_on_without_a_lost_one() -> None:
-    restarts = Restarts(job(), hosts_return=False)
+    restarts = restarts_of(job())
     again = after(restarts, lost("node2"))
     assert (again.without, names(again), again.topology.compute.workers) == (("node2",), ["node1", "node3"], 2)
     # It does not even begin on node3; then node1 is left.
@@ -86,12 +93,12 @@ def test_hosts_that_decide_how_many_workers_there_are_go_on_without_a_lost_one()
 
 
 def test_the_others_take_the_roles_if_they_have_room() -> None:
-    again = after(Restarts(job(groups=1, group_size=4, batch_size=12), hosts_return=False), lost("node1"))
+    again = after(restarts_of(job(groups=1, group_size=4, batch_size=12)), lost("node1"))
     assert (names(again), again.topology.compute.workers) == (["node2", "node3"], 4)
 
 
 def test_a_host_without_which_there_is_no_room_is_waited_for() -> None:
-    restarts = Restarts(job(groups=1, group_size=6, batch_size=12), hosts_return=False)
+    restarts = restarts_of(job(groups=1, group_size=6, batch_size=12))
     again = after(restarts, lost("node1"), now=10.0)
     assert (again.without, len(names(again)), again.pause_s) == ((), 3, PAUSE_S)
     again = after(restarts, lost("node1"), began=False, now=69.0)
@@ -100,10 +107,25 @@ def test_a_host_without_which_there_is_no_room_is_waited_for() -> None:
 
 
 def test_all_hosts_lost_are_waited_for() -> None:
-    again = after(Restarts(job(hosts=1), hosts_return=False), lost("node1"))
+    again = after(restarts_of(job(hosts=1)), lost("node1"))
     assert (again.without, names(again)) == ((), ["node1"])
 
 
 def test_a_host_of_this_machine_is_there_again() -> None:
-    again = after(Restarts(job(), hosts_return=True), lost("node2"))
+    again = after(restarts_of(job(), hosts_return=True), lost("node2"))
     assert (again.without, len(names(again))) == ((), 3)
+
+
+@pytest.mark.parametrize("kind", ["environment", "kubernetes"])
+def test_who_starts_the_agents_starts_the_run_again(kind: str) -> None:
+    """Also an elastic run, whose agents start workers again while they live."""
+    topology = Topology.from_dict(
+        {
+            "job": {"task": "given:task", "restarts": 2},
+            "compute": {"groups": 2, "batch_size": 4},
+            "exchange": {"kind": "gossip"},
+            "engine": {"kind": kind},
+        }
+    )
+    assert topology.elastic
+    assert restarts_of(topology).after(KILLED, began=True, now=0.0) is None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from zmqtrain.errors import PortInUseError, UsageError, ZmqTrainError
+from zmqtrain.errors import PortInUseError, RunDirectoryError, UsageError, ZmqTrainError
 from zmqtrain.launcher.addresses import endpoint_at
 from zmqtrain.launcher.asked import LOOK, Asked
 from zmqtrain.launcher.continued import Leadership, NothingLeftError, port_taken
@@ -101,6 +101,8 @@ class Launch:
         self._preemption = Preemption()
         self._life: asyncio.Task[Ending] | None = None
         self._asked = Asked(directory.path)
+        hosts_return = emulation is None and self._topology.engine.kind == "local"
+        self._restarts = Restarts(self._topology, self._placement, hosts_return=hosts_return)
 
     def halt(self, reason: str) -> None:
         """Stop the run in an orderly way, not as a failure. Call it on the loop's thread while `run` is running."""
@@ -176,9 +178,6 @@ class Launch:
                 raise _RefusedError(error) from error
             raise
         loop = asyncio.get_running_loop()
-        whole = self._topology
-        hosts_return = self._emulation is None and whole.engine.kind == "local"
-        restarts: Restarts | None = None
         while True:
             try:
                 ending = await self._attempt()
@@ -189,9 +188,7 @@ class Launch:
             if self._interrupts or self._stopped or self._preemption.asked or self._goes_on_without_us:
                 return ending
             began = self._assembly is not None and self._assembly.coordinator.running.is_set()
-            if restarts is None:
-                restarts = Restarts(whole, hosts_return=hosts_return, used=self._record.restarts)
-            again = restarts.after(ending, began=began, now=loop.time())
+            again = self._restarts.after(ending, began=began, now=loop.time())
             if again is None:
                 return ending
             self._begin_again(again, ending)
@@ -203,16 +200,20 @@ class Launch:
         resume = str(self._directory.path) if checkpoints else self._description.resume
         step = step_of(checkpoints[-1]) if checkpoints else None
         self._record.begins_again(again, ending, step)
-        self._topology, self._placement = again.topology, place(again.topology)
+        if again.topology is not self._topology:
+            self._directory.write("topology.toml", again.topology.to_toml())
+        self._topology, self._placement = again.topology, again.placement
         self._description = replace(self._description, topology=self._topology, placement=self._placement, resume=resume)
-        self._directory.write("topology.toml", self._topology.to_toml())
         self._token = secrets.token_hex(16)  # whoever comes from the attempt before is a stranger
         self._assembly = None
         if self._leadership is not None:
             began = float(self._leadership.launch["began"])
             self._leadership.journal.remove()
             self._leadership.journal.close()
-            self._leadership = Leadership.begin(self._directory, self._description, began=began)
+            try:
+                self._leadership = Leadership.begin(self._directory, self._description, began=began)
+            except OSError as error:
+                raise RunDirectoryError(self._directory.path, error.strerror or str(error)) from error
             self._leadership.follow(self._directory)
 
     async def _attempt(self) -> Ending:
@@ -291,6 +292,7 @@ class Launch:
     def _take_up(self, leadership: Leadership) -> None:
         """Take up what the launcher before has recorded."""
         self._record.take_up()
+        self._restarts.used = self._record.restarts
         self._record.event(COORDINATOR, {"kind": "continued", "values": {"epoch": leadership.epoch}})
         patience_s = self._timeouts.lost_s + self._timeouts.silent_s
         self._record.note(

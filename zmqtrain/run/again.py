@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from zmqtrain.errors import ConnectivityError, PlacementError
 from zmqtrain.run.ending import Ending
-from zmqtrain.topology.placement import place
+from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Topology
 
 #: Seconds before a run begins again if a host is missing: its processes need a moment to find out that they are cut off, and a
@@ -25,6 +25,8 @@ class Again:
     """Which restart of the run it is; 1 is the first."""
     topology: Topology
     """The job, on the hosts that are left."""
+    placement: Placement
+    """Its roles on these hosts."""
     without: tuple[str, ...]
     """The hosts of the file that do not take part."""
     pause_s: float
@@ -41,18 +43,19 @@ class Restarts:
     or if the file leaves the number of workers to the hosts. Otherwise it is waited for, up to ``[job] min_workers_wait``.
     """
 
-    def __init__(self, topology: Topology, *, hosts_return: bool, used: int = 0) -> None:
-        """``topology``: the job on all its hosts. ``hosts_return``: whether a host is there again at once, since it is only a set
-        of processes of this machine. ``used``: how many restarts there were under another launcher."""
-        self._topology, self._hosts_return = topology, hosts_return
-        self.used = used
+    def __init__(self, topology: Topology, placement: Placement, *, hosts_return: bool) -> None:
+        """``topology``: the job on all its hosts, with its ``placement``. ``hosts_return``: whether a host is there again at once,
+        since it is only a set of processes of this machine."""
+        self._topology, self._placement, self._hosts_return = topology, placement, hosts_return
+        self.used = 0
+        """How many restarts there were, also under another launcher."""
         self._failed_at: float | None = None  # when the run failed after it had begun
         self._lost: dict[str, None] = {}  # hosts that were lost since the run has last begun
 
     @property
     def most(self) -> int:
-        """How many restarts there may be."""
-        return self._topology.job.restarts
+        """How many restarts there may be: none if somebody else starts the agents, who may start all of the run again."""
+        return self._topology.job.restarts if self._topology.engine.starts_agents else 0
 
     def after(self, ending: Ending, *, began: bool, now: float) -> Again | None:
         """How the run goes on after this ending; ``None`` if it has ended.
@@ -73,20 +76,20 @@ class Restarts:
             return None
         if not self._hosts_return:
             self._lost |= dict.fromkeys(ending.lost_hosts)
+        pause_s = PAUSE_S if not began or ending.lost_hosts else 0.0
         left = _without(self._topology, self._lost)
-        topology, without = (self._topology, ()) if left is None else (left, tuple(self._lost))
-        waits = not began or bool(ending.lost_hosts)
-        return Again(self.used, topology, without, PAUSE_S if waits else 0.0, counts=began)
+        if left is None:
+            return Again(self.used, self._topology, self._placement, (), pause_s, counts=began)
+        return Again(self.used, *left, tuple(self._lost), pause_s, counts=began)
 
 
-def _without(topology: Topology, hosts: Collection[str]) -> Topology | None:
-    """The job without these hosts; ``None`` if it needs them."""
+def _without(topology: Topology, hosts: Collection[str]) -> tuple[Topology, Placement] | None:
+    """The job without these hosts, and its roles on the others; ``None`` if it needs them."""
     left = [host for host in topology.hosts if host.name not in hosts]
     if len(left) == len(topology.hosts) or not left:
         return None
     try:
         smaller = topology.with_hosts(left)
-        place(smaller)
+        return smaller, place(smaller)
     except (ValidationError, PlacementError):  # too few slots, or a rule that names a host
         return None
-    return smaller

@@ -27,7 +27,7 @@ from zmqtrain.observe.sums import EventSums
 from zmqtrain.run.again import Again
 from zmqtrain.run.ending import Ending
 from zmqtrain.run.report import LOG, headline
-from zmqtrain.topology.placement import Placement, place
+from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.rounded import rounded_duration
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.model_file import model_lines
@@ -111,7 +111,7 @@ class RunRecord:
         where = f"from the beginning: {none}" if step is None else f"from the checkpoint of step {step}"
         without = f", without {', '.join(again.without)}" if again.without else ""
         self._view.note(f"{reason}\nthe run begins again {where}{without} (restart {again.number} of {most})")
-        self._place(again.topology, place(again.topology))
+        self._place(again.topology, again.placement)
         self._directory.flush()
 
     def _count_restart(self, values: Mapping[str, Any]) -> None:

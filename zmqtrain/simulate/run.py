@@ -146,7 +146,7 @@ def simulate(topology: Topology, *, seed: int | None = None, options: Options | 
         Profile.load(topology.compute.profile)  # so that errors in it are reported now, and not by every worker
     faults = tuple(faults_of(topology) if options.faults is None else options.faults)
     topology = topology.model_copy(update={"faults": ()})  # they may name a host that is left out later
-    restarts = Restarts(topology, hosts_return=False)
+    restarts = Restarts(topology, place(topology), hosts_return=False)
     before: Result | None = None
     while True:
         simulation = Simulation(topology, replace(options, faults=faults))

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 #: Engines that use the addresses in the file.
 _NAMED_MACHINES = ("ssh",)
-#: Engines whose agents are started by somebody else.
-_STARTED_BY_OTHERS = ("environment", "kubernetes")
 
 
 def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule]:
@@ -76,7 +74,7 @@ def _elastic(topology: Topology) -> Iterator[BrokenRule]:
     elif job.min_workers is not None and job.min_workers > topology.compute.workers:
         text = f"min_workers is {job.min_workers}, but the run has {topology.compute.workers} workers"
         yield rule(text, ("job", "min_workers"), ("compute", "groups"))
-    if job.restarts and not topology.elastic and topology.engine.kind in _STARTED_BY_OTHERS:
+    if job.restarts and not topology.elastic and not topology.engine.starts_agents:
         text = (
             f'with kind = "{topology.engine.kind}" the launcher cannot start agents again: let what starts them repeat the whole '
             "command, zmqtrain launch FILE --run-dir DIR --continue, and remove restarts"

@@ -151,6 +151,11 @@ class EngineSection(Section):
         """Whether the hosts become known only when the run begins."""
         return self.kind in GATHERING
 
+    @property
+    def starts_agents(self) -> bool:
+        """Whether the launcher starts the agents, and can do so again; else a cluster or a person does."""
+        return self.kind not in ("environment", "kubernetes")
+
 
 _SINK = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 
