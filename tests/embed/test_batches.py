@@ -92,3 +92,27 @@ def test_epochs_that_are_not_numbered_are_counted() -> None:
     assert torch.equal(first, zero)
     assert torch.equal(second, one)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("where", ["the event loop", "another thread"])
+def test_a_loop_that_was_left_ends_in_the_thread_where_it_is_collected(where: str) -> None:
+    """The garbage collector runs in any thread, and finds the generator of a loop whose exception is kept, for example."""
+
+    def program(session: Session, *_: Any) -> None:
+        left = [session.batches(DATA)]
+        next(left[0])
+        core, collected = session._core, threading.Event()
+
+        def collect() -> None:
+            left.clear()
+            collected.set()
+
+        if where == "the event loop":
+            core.bridge.loop.call_soon_threadsafe(collect)
+        else:
+            threading.Thread(target=collect).start()
+        assert collected.wait(60.0)
+        assert len(list(session.batches(DATA))) == 6
+        assert core._feeds == []
+
+    trained(program, 2)

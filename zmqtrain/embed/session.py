@@ -117,14 +117,20 @@ class Session(Place):
         """
         core = self._core
         trains = torch.is_grad_enabled()
+        thread = threading.get_ident()
         feed = self._wait(core.begin_batches(data, epoch, batch_size, shard, first, trains=trains), "batches()")
         try:
             while (batch := self._wait(core.next_batch(feed, trains=torch.is_grad_enabled()), "the next batch")) is not None:
                 yield batch.inputs[0]
         finally:
-            if not core.closed:  # else the generator was dropped late, and its loader is closed
+            end = "the end of batches()"
+            if core.closed:  # the generator was dropped late, and its loader is closed
+                pass
+            elif threading.get_ident() != thread:  # the garbage collector found it in some thread, that must not wait
+                core.bridge.begin(core.guard(core.end_batches(feed)), end)
+            else:
                 with suppress(ConnectivityError):  # this worker is ending, and closes it
-                    self._wait(core.end_batches(feed), "the end of batches()")
+                    self._wait(core.end_batches(feed), end)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """A forward and backward inside this block only add to the gradients. Those of a step's last micro-batch must be
