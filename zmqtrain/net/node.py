@@ -19,7 +19,7 @@ from zmqtrain.net.incoming import Incoming
 from zmqtrain.net.link import Link
 from zmqtrain.net.mailbox import Mailbox, Ticket
 from zmqtrain.net.outbox import Outgoing
-from zmqtrain.net.requests import Desk
+from zmqtrain.net.requests import Requests
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.switchboard import Switchboard
 from zmqtrain.net.transport import Transport
@@ -42,7 +42,7 @@ class Node:
         self._transport = transport
         self._mailbox = Mailbox()
         self._board = Switchboard(peer, settings, transport, self._mailbox, self._lost)
-        self._desk = Desk(
+        self._requests = Requests(
             self._mailbox, self._post, settings.control_window_bytes, self._board.unreached, self._board.on_wrong_request
         )
         self._waits: dict[Ticket, asyncio.Future[Incoming]] = {}
@@ -120,10 +120,10 @@ class Node:
         return subscription
 
     async def request(self, to: PeerId, method: str, *args: Value, timeout: float) -> Payload:
-        return await self._desk.call(to, method, args, timeout)
+        return await self._requests.call(to, method, args, timeout)
 
     def serve(self, method: str, handler: Handler) -> None:
-        self._desk.serve(method, handler)
+        self._requests.serve(method, handler)
 
     def on_lost(self, callback: Callable[[PeerId, str], None]) -> Callable[[], None]:
         self._callbacks.append(callback)
@@ -163,7 +163,7 @@ class Node:
             self._mailbox.cancel(ticket)
             self._waits[ticket].set_exception(ending.error(f"message {ticket.key[1]}"))
         self._board.touch(link)
-        self._desk.lose_calls(peer, ending.error)
+        self._requests.lose_calls(peer, ending.error)
         self._tell_lost(peer, ending)
 
     def traffic(self) -> dict[PeerId, tuple[int, int]]:
@@ -180,7 +180,7 @@ class Node:
         topics = [
             f"messages of topic {subscription.shelf.topic!r}" for subscription in self._subscriptions if subscription.shelf.waiting
         ]
-        return [*received, *topics, *(f"room for {message.tag}" for message in self._sends), *self._desk.waits()]
+        return [*received, *topics, *(f"room for {message.tag}" for message in self._sends), *self._requests.waits()]
 
     async def finish(self, *, timeout: float) -> None:
         await self._board.finish(timeout)
@@ -193,7 +193,7 @@ class Node:
         self._closing = ending = endings.closed(self.peer)
         try:
             self._fail_waits(ending)
-            await self._desk.close()
+            await self._requests.close()
             await self._board.close(ending)
         finally:
             self._closed.set_result(None)
@@ -261,7 +261,7 @@ class Node:
                 turn.set_exception(ending.error(f"room for {message.tag}"))
             if message.on_released is not None:
                 message.on_released()
-        self._desk.lose(peer, ending.error)
+        self._requests.lose(peer, ending.error)
         self._tell_lost(peer, ending)
 
     def _tell_lost(self, peer: PeerId, ending: Ending) -> None:

@@ -41,7 +41,7 @@ class Withdrawable(Protocol):
 Post = Callable[[PeerId, Tag, Payload], Withdrawable]
 
 
-class Desk:
+class Requests:
     """Both sides of all requests of one endpoint."""
 
     def __init__(
