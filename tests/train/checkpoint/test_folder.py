@@ -84,7 +84,10 @@ def test_the_latest_complete_checkpoint_is_found_and_old_ones_go(tmp_path: Path)
         assert find_latest(start) == checkpoints / "step-100000012"
     assert [path.name for path in prune(checkpoints, 2)] == ["step-00000004"]
     assert [path.name for path in find_checkpoints(checkpoints)] == ["step-00000008", "step-100000012"]
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="no run directory or checkpoint"):
+        find_latest(tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*: a run keeps none before its first step"):
         find_latest(tmp_path / "other")
 
 

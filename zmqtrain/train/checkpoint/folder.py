@@ -327,7 +327,12 @@ def find_latest(folder: Path) -> Path:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{str(folder)!r:.300} cannot be searched for checkpoints: {error!s:.300}") from error
     if not runs:
-        raise CheckpointError(f"there is no complete checkpoint in {folder}; did the run set [job] checkpoint_every?")
+        if not folder.is_dir():
+            raise CheckpointError(f"there is no run directory or checkpoint {folder}")
+        raise CheckpointError(
+            f"there is no complete checkpoint in {folder}: a run keeps none before its first step, "
+            "nor between its checkpoints ([job] checkpoint_every) if it is killed"
+        )
     return max(runs, key=lambda path: path.stat().st_mtime_ns)
 
 
