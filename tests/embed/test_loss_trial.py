@@ -192,3 +192,10 @@ def test_what_is_trained_by_hand_beside_the_model_is_compared() -> None:
 
     with pytest.raises(TaskError, match="parameters outside of the replicated model differ between the workers"):
         run_sessions(PAIR, program)
+
+
+@pytest.mark.parametrize("scale", [1e12, 1e-12, 3e-300, 8.0])
+def test_a_factor_of_any_size_may_multiply_a_loss(scale: float) -> None:
+    parameter = torch.ones(8, 3, dtype=torch.float64, requires_grad=True)
+    found = constants_of((parameter**2).mean() * scale, 8, read=True)
+    assert len(found) == 2

@@ -72,6 +72,16 @@ class Noisy(SGD):
                     parameter.add_(torch.randn_like(parameter), alpha=0.01)
 
 
+class Named(SGD):
+    """Keeps something that is no number."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] |= {"steps": self.state[parameter].get("steps", 0) + 1, "mode": "fast"}
+
+
 def hooked(parameters: list[nn.Parameter]) -> Optimizer:
     """An optimizer of torch, with a hook that takes the norm of all gradients."""
     optimizer = SGD(parameters, lr=0.1)
@@ -178,3 +188,18 @@ async def test_what_an_optimizer_keeps_beside_its_state_is_warned_of_with_the_fi
     assert not result.errors
     warnings = [event["text"] for recorder in result.recorders.values() for event in recorder.of("warning")]
     assert [what is not None and what in text for text in warnings] == [True] * (what is not None)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+async def test_a_state_that_checkpoints_cannot_hold_is_refused_with_the_first_steps(every: int, tmp_path: Path) -> None:
+    def topology(checkpoint_every: Any) -> Any:
+        job = {"steps": 5, "checkpoint_every": checkpoint_every}
+        return topology_of(job=job, compute={"groups": 2, "batch_size": 12}, exchange={"kind": "allreduce", "every": every})
+
+    recipe = Recipe(optimizer=lambda p: Named(p, lr=0.1))
+    result = await run(topology("10 min"), recipe, folder=tmp_path)
+    errors = [str(error) for error in result.errors.values() if isinstance(error, TaskError)]
+    assert any("optimizer Named keeps 'mode' in optimizer.state, which is a str" in error for error in errors)
+    assert all(len(recorder.of("step")) <= every for recorder in result.recorders.values())
+    result = await run(topology(0), recipe, folder=tmp_path)
+    assert not result.errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,33 @@ def test_a_module_with_a_state_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(TaskError, match=r"the module '1' of the model Sequential has a state of its own .*register_buffer"):
         check_model(model)
     check_model(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+
+
+class Own(nn.Linear):
+    """Its state dict is what ``change`` makes of the ordinary one."""
+
+    def __init__(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        super().__init__(2, 2)
+        self.change = change
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.change(dict(super().state_dict(*args, **kwargs)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: {"linear": state}, "has 'linear', which is a dict, but checkpoints"),
+        (lambda state: {"weight": state["weight"]}, "does not have the memory of the parameter 'bias'"),
+        (lambda state: {name: tensor.clone() for name, tensor in state.items()}, "and not copies of them"),
+        (lambda state: {f"layer.{name}": tensor for name, tensor in state.items()}, None),
+    ],
+)
+def test_a_state_dict_of_the_models_own_must_have_what_is_trained(
+    change: Callable[[dict[str, Any]], dict[str, Any]], said: str | None
+) -> None:
+    with nullcontext() if said is None else pytest.raises(TaskError, match=said):
+        check_model(Own(change))
 
 
 def test_a_lazy_model_is_refused_until_it_has_seen_an_example() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.train.test_divided import plan_of, recipe_of
-from tests.train.world import run, topology_of
+from tests.train.world import Recipe, run, topology_of
 from zmqtrain.errors import DifferentModelError
 
 MUON = {"optimizer": lambda parameters: torch.optim.Muon([each for each in parameters if each.dim() == 2], 0.1)}
@@ -47,3 +49,24 @@ async def test_an_optimizer_of_whole_parameters_ends_the_run_before_it_trains() 
     errors = [error for error in result.errors.values() if isinstance(error, DifferentModelError)]
     assert errors, result.errors
     assert "the optimizer Muon updates parts of a parameter other than the whole" in str(errors[0])
+
+
+class Locked(nn.Module):
+    """A layer that cannot be copied, with a buffer of truth values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("used", torch.tensor([True, True, False, True, True, True]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with self.lock:
+            return self.linear(inputs * self.used)  # type: ignore[no-any-return]
+
+
+async def test_a_model_with_a_lock_is_built_once_more() -> None:
+    topology = topology_of(job={"steps": 2}, compute={"group_size": 2, "batch_size": 8, "grid": "2x1"}, parallel={"verify": True})
+    result = await run(topology, Recipe(model=lambda: Locked().double()))
+    assert not result.errors, result.errors
+    assert [len(recorder.of("verified")) for recorder in result.recorders.values()] == [1, 1]

@@ -221,5 +221,6 @@ class _Walk:
         if kind == SCALE:
             if not total or not math.isfinite(total):
                 return
-            total = 1 / self._count(round(1 / total, 6))  # the inverse of the number of samples is a divisor, too
+            if divisor := round(1 / total, 6):  # the inverse of the number of samples is a divisor, too
+                total = 1 / self._count(divisor)
         self.found.append((kind, self._count(total) if kind == "divisor" else total))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zmqtrain.errors import CheckpointError
+from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.exchange.optimizer import is_torchs_own, require_state
 
 ANOTHER_MODEL = "it belongs to another model; use a checkpoint of this model, or start without it"
@@ -18,13 +18,27 @@ _SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "weight_decay"})
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Everything that the optimizer keeps, as tensors named ``optimizer/KEY/PARAMETER``; numbers become tensors."""
+    """Everything that the optimizer keeps, as tensors named ``optimizer/KEY/PARAMETER``; numbers become tensors. Raises `TaskError`
+    for a state that has something else."""
+    require_kept_state(optimizer)
     tensors = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
                 tensors[f"optimizer/{key}/{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
     return tensors
+
+
+def require_kept_state(optimizer: Optimizer) -> None:
+    """Raise `TaskError` if the optimizer's state has something that a checkpoint cannot hold."""
+    for state in optimizer.state.values():
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            if value is not None and not isinstance(value, Tensor | int | float):
+                raise TaskError(
+                    f"the optimizer {type(optimizer).__qualname__} keeps {key!r} in optimizer.state, which is a "
+                    f"{type(value).__name__}, but checkpoints hold only tensors and numbers: keep it as one of these, or leave out "
+                    "checkpoints ([job] checkpoint_every = 0)"
+                )
 
 
 def beside_state(optimizer: Optimizer) -> dict[str, object]:

@@ -33,6 +33,7 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.checkpoint.folder import can_hold
+from zmqtrain.train.shared_storage import check_storage, storage_of
 
 #: Maps a batch's output and target to the mean over its samples, a tensor of one element.
 Measure: TypeAlias = Callable[[Any, Any], Tensor]
@@ -193,6 +194,28 @@ def check_model(model: object) -> None:
             )
     if not any(parameter.requires_grad and parameter.numel() for parameter in parameters):
         raise TaskError(f"no parameter of the model {type(model).__name__} requires a gradient, so there is nothing to train")
+    check_storage(model)
+    _check_state(model)
+
+
+def _check_state(model: nn.Module) -> None:
+    """Raise `TaskError` if a ``state_dict`` of the model's own is not one of its tensors: it is what checkpoints, and those who
+    load model.safetensors, know of the model."""
+    state = model.state_dict()
+    other = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
+    if other is not None:
+        raise TaskError(
+            f"model.state_dict() of the model {type(model).__name__} has {other!r}, which is a {type(state[other]).__name__}, but "
+            "checkpoints and model.safetensors hold only tensors: let it return tensors by their names, as nn.Module does"
+        )
+    held = {storage_of(value) for value in state.values()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel() and storage_of(parameter) not in held:
+            raise TaskError(
+                f"model.state_dict() of the model {type(model).__name__} does not have the memory of the parameter {name!r}, but "
+                "it is what checkpoints and model.safetensors hold, and where a resumed run puts them: let it return all trained "
+                "parameters, and not copies of them"
+            )
 
 
 def check_layers(model: nn.Module, topology: Topology) -> None:

@@ -44,7 +44,7 @@ from zmqtrain.train.device.make import device_of
 from zmqtrain.train.divided import make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.loss_scale import LossScale
-from zmqtrain.train.optimizer_state import beside_state, forgotten_warning
+from zmqtrain.train.optimizer_state import beside_state, forgotten_warning, require_kept_state
 from zmqtrain.train.own_samples import (
     buffers_warning,
     differing_buffers,
@@ -135,6 +135,7 @@ class TorchWork:
                 self._evaluation = remote.make_evaluation(task, self._replica, device, evaluation)
         self._update_s = 0.0
         self._beside: dict[str, object] | None = beside_state(self._replica.optimizer)  # until the first checkpoint
+        self._state_unseen = bool(context.topology.job.checkpoint_every) and not is_torchs_own(self._replica.optimizer)
         self._members = members
         self._ordinary = built.ordinary
         self._verifying: NetworkFabric | None = None
@@ -337,6 +338,9 @@ class TorchWork:
         return float(self._replica.optimizer.param_groups[0]["lr"]) * self._replica.rate
 
     async def compare(self, done: int, first: int) -> None:
+        if self._state_unseen and self._replica.optimizer.state:  # now, and not with the first checkpoint
+            self._state_unseen = False
+            require_kept_state(self._replica.optimizer)
         if done != first + LOSSES_TRIED or self._fabric is not None or self._members.late:
             return
         if self._members.teams:  # nobody may wait for one who may be lost, or may begin again later

@@ -122,7 +122,7 @@ class Ordinary:
         self._task, self._seed, self._tape = task, seed, tape
         self._taken = {id(module) for module in model.modules()}
         self._kept: nn.Module | None = None
-        with suppress(RuntimeError):  # tensors that have been computed cannot be copied
+        with suppress(RuntimeError, TypeError):  # tensors that have been computed cannot be copied, nor locks and the like
             self._kept = copy.deepcopy(model)
 
     def __call__(self, device: torch.device) -> nn.Module:

@@ -25,7 +25,7 @@ def largest(tensor: Tensor) -> float:
     tensor = tensor.detach()
     if tensor.is_floating_point() and (found := float(torch.linalg.vector_norm(tensor, float("inf")))) < float("inf"):
         return found
-    values = tensor.abs().to(torch.float64)
+    values = (tensor.abs() if tensor.is_complex() else tensor).to(torch.float64).abs()
     return float(values.nan_to_num(0.0, 0.0, 0.0).max())
 
 
