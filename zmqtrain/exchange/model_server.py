@@ -24,7 +24,7 @@ from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_gather, all_reduce, broadcast, reduce_scatter
 from zmqtrain.collectives.unreached import Cuts
 from zmqtrain.data.teams import Team, owner_of
-from zmqtrain.errors import PeerLostError, ProtocolError, UsageError
+from zmqtrain.errors import CheckpointError, PeerLostError, ProtocolError, UsageError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
@@ -390,8 +390,15 @@ class ModelServerExchange:
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         residuals = state.get("residuals")
-        if self._compression is not None and isinstance(residuals, dict):
+        if not isinstance(residuals, dict):
+            return
+        if self._compression is not None:
             self._compression.load_state_dict(residuals)
+        elif residuals:
+            raise CheckpointError(
+                "the checkpoint has gradients that compression has not sent yet, and this run has no compression, so they would be "
+                "lost: resume with the old [exchange] compression"
+            )
 
     def hand_to_servers(self, pieces: PiecesOfCheckpoint, step: int) -> None:
         self._resumed = pieces, step

@@ -37,7 +37,7 @@ from zmqtrain.train.alike import facts_of_training, require_same_training
 from zmqtrain.train.batches import make_batches, partition_of
 from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callbacks import Callbacks
-from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
+from zmqtrain.train.checkpoint.saving import Saver, send_model, settings_to_resume, whole_state
 from zmqtrain.train.construct import divided_model
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.make import device_of
@@ -448,6 +448,7 @@ class TorchWork:
             timeout_s=timeout_s,
             size=(compute.group_size, compute.columns),
             data=data,
+            settings=settings_to_resume(self._context.topology, data.samples),
             merged=merged,
             any_first=self._context.topology.elastic,
             members=members,

@@ -175,7 +175,7 @@ class Checkpoint:
             if mine != getattr(shape, name):
                 raise CheckpointError(
                     f"{self.folder} was written with {_SETTINGS[name]} = {mine!r}, but this run has {getattr(shape, name)!r}: "
-                    "restore the old value, or start without --resume"
+                    f"restore the old value, or {WITHOUT_RESUME}"
                 )
         if self._workers is not None and shape.kind in _ELASTIC_ALONE and shape.group_size > 1:
             raise CheckpointError(
@@ -233,6 +233,9 @@ class Checkpoint:
             what = f"it has {found:,} bytes instead of {size:,}" if found != size else "its CRC is wrong"
             raise CheckpointError(f"{path} is damaged: {what}; use an earlier checkpoint")
 
+
+#: What to do with a checkpoint of a run that was trained in another way.
+WITHOUT_RESUME = "begin with its model alone ([job] weights names its folder, without --resume)"
 
 _SETTINGS = {
     "kind": "[exchange] kind",

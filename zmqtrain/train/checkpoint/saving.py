@@ -7,7 +7,7 @@ The learning-rate schedule is not saved: it is replayed from the start, which gi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -18,7 +18,8 @@ from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange
 from zmqtrain.exchange.checkpoint_part import AS_KEPT, MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
 from zmqtrain.net.endpoint import Endpoint
-from zmqtrain.train.checkpoint.folder import MODEL
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.checkpoint.folder import MODEL, WITHOUT_RESUME
 from zmqtrain.train.checkpoint.layout import Layout
 from zmqtrain.train.checkpoint.recut import Recut, recut_averages, recut_servers, refuse_unsent_parts, tensors_of
 from zmqtrain.train.checkpoint.spool import Spool
@@ -56,6 +57,8 @@ class Saver:
     """The workers of a group, and among how many of them it divides its batch."""
     data: Keeps | None = None
     """The worker's position in its data."""
+    settings: Mapping[str, Value] = field(default_factory=dict)
+    """What must be as it was when a run is resumed (`settings_to_resume`)."""
     merged: bool = False
     """Whether this worker has only some layers of the model."""
     any_first: bool = False
@@ -68,7 +71,7 @@ class Saver:
         change in the meantime.
 
         All workers of a group that divides its model call it together."""
-        values: dict[str, Any] = {"step": step}
+        values: dict[str, Any] = {"step": step, "settings": dict(self.settings)}
         if self.members is not None:
             values[MEMBERS] = list(self.members)
         parts = PartConverter.of(replica.model)
@@ -114,6 +117,7 @@ class Saver:
         if isinstance(neighbour, int):
             await self._begin_like(neighbour, replica, exchange)
             return own.step
+        self._require_settings(own)
         parts = PartConverter.of(replica.model)
         tensors = tensors_of(own)
         buffers = dict(replica.model.named_buffers())
@@ -144,6 +148,17 @@ class Saver:
             if recut is None or recut.was.group_size == recut.now.group_size:  # otherwise two may have begun with the same part
                 restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
+
+    def _require_settings(self, own: Part) -> None:
+        """Raise `CheckpointError` unless the run trains on from where the checkpoint's has stopped."""
+        kept = own.sidecar.get("settings", {})
+        for name, mine in self.settings.items():
+            was = kept.get(name, mine) if isinstance(kept, Mapping) else None
+            if was != mine:
+                raise CheckpointError(
+                    f"the checkpoint of step {own.step} was written with {name} = {was!r:.60}, but this run has {mine!r}, so it "
+                    f"would not train on from there: restore the old value, or {WITHOUT_RESUME}"
+                )
 
     def _layout(self, replica: TorchReplica) -> Layout:
         return Layout.of(replica, PartConverter.of(replica.model).shards, self.size[0])
@@ -316,6 +331,21 @@ def _in_words(added: object) -> str:
         case [since, to_come]:
             return f"{since!r:.20} steps after an exchange of gradients and {to_come!r:.20} before the next"
     return "right after an exchange of gradients"
+
+
+def settings_to_resume(topology: Topology, samples: int | None) -> dict[str, Value]:
+    """The settings with which a step's number says what was trained before, and what comes next: with others a resumed run would
+    train some ``samples`` of an epoch twice and others not at all, or go on with another method's models."""
+    settings: dict[str, Value] = {
+        "[compute] batch_size": topology.compute.batch_size,
+        "[job] seed": topology.job.seed,
+        "[data] shuffle": topology.data.shuffle,
+    }
+    if samples is not None:
+        settings["len(Task.train_data)"] = samples
+    if topology.exchange.kind == "averaging":
+        settings["[exchange.averaging] method"] = topology.exchange.averaging.method
+    return settings
 
 
 def whole_state(model: nn.Module, *, copied: bool, to: int = 0) -> Mapping[str, Tensor]:
