@@ -274,3 +274,19 @@ def test_logs_are_followed_until_the_run_ends(
 def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "--version") == 0
     assert capsys.readouterr().out.startswith("zmqtrain 0.")
+
+
+def test_options_after_the_script_are_said_to_be_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trial.toml").write_text("[job]\n")
+    Path("script.py").write_text("")
+    before = ["launch", "trial.toml", "--engine", "slurm", "--submit", "--dry-run"]
+    for arguments, said in (
+        (["script.py", "--set", "compute.groups=2", "--run-dir=here"], True),
+        (["--set", "compute.groups=2", "script.py", "--resume", "mine"], False),
+    ):
+        assert call(monkeypatch, *before, *arguments) == 0
+        note = "note: --set, --run-dir comes after script.py, so it goes to the script"
+        assert (note in capsys.readouterr().err) is said

@@ -25,6 +25,9 @@ from zmqtrain.topology.placement import place, place_before
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
 
+#: Options of the command that hardly any script has itself.
+_OURS = frozenset({"--set", "--run-dir", "--emulate", "--detach"})
+
 
 def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | None = None) -> int:
     """Launch a topology file, with a script of the user's own or the task that it names. Returns the exit code.
@@ -60,6 +63,7 @@ def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | 
         from zmqtrain.embed.script_settings import check_script
 
         check_script(topology, resume=options.resume)
+        _note_options(script)
     if options.submit:
         from zmqtrain.cli.submit import run_submit
 
@@ -157,3 +161,14 @@ def _absolute(path: str | None, *, here: bool) -> str | None:
     if path is None:
         return None
     return str(Path(path).expanduser().absolute()) if here else str(Path(path).expanduser())
+
+
+def _note_options(script: Sequence[str]) -> None:
+    """Say on standard error that options which look like the command's own go to the script."""
+    given = [name for name in (argument.partition("=")[0] for argument in script[1:]) if name in _OURS]
+    if given:
+        print(
+            f"note: {', '.join(dict.fromkeys(given))} comes after {script[0]}, so it goes to the script: options of zmqtrain "
+            "launch stand before the script",
+            file=sys.stderr,
+        )

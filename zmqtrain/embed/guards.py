@@ -35,7 +35,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, *, served: bool) -> 
     if optimizer.state:
         raise TaskError(
             "the optimizer has state already (it was loaded, or has made steps), but model servers, which run it, begin without "
-            f"state: continue from a checkpoint of the run (--resume), or use {LOCAL}"
+            f"state: replicate a new optimizer, or use {LOCAL}, with which it keeps its state"
         )
     require_no_step_hooks(optimizer)
 
@@ -207,8 +207,8 @@ class _NoState(defaultdict[Any, Any]):
 
 def _no_state(what: str) -> TaskError:
     return TaskError(
-        f"{what}: the model servers run the optimizer and have its state, so this worker has none. The state is in the run's "
-        f"checkpoints ([job] checkpoint_every); or use {LOCAL}"
+        f"{what}: the model servers run the optimizer and have its state, so this worker has none: do without it, or use "
+        f"{LOCAL}, with which the script has the state"
     )
 
 
