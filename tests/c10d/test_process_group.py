@@ -233,6 +233,47 @@ def test_memory_of_any_layout_and_with_gradients(ranks: Ranks[Any]) -> None:
     ranks(work)
 
 
+@pytest.mark.parametrize("numel", [3, 300_007])
+def test_what_is_read_may_lie_where_the_result_goes(ranks: Ranks[Any], numel: int) -> None:
+    """At another place than that of this rank's own part, too."""
+
+    def part(rank: int, other: int) -> Tensor:
+        return content(rank, numel) + 100 * other
+
+    def work(group: ZmqProcessGroup) -> None:
+        rank, size = group.rank(), group.size()
+        whole = torch.cat([part(rank, other) for other in range(size)])
+        group.all_to_all_single(whole, whole, [], []).wait()
+        received = [part(other, rank) for other in range(size)]
+        assert torch.equal(whole, torch.cat(received))
+        mine = [part(rank, other) for other in range(size)]
+        group.alltoall(mine[::-1], mine).wait()
+        assert all(torch.equal(each, other) for each, other in zip(mine[::-1], received, strict=True))
+        for shift in (0, 1):
+            place = (rank + shift) % size * numel
+            gathered = torch.zeros(size * numel)
+            gathered[place : place + numel] = content(rank, numel)
+            group.all_gather_single(gathered, gathered[place : place + numel]).wait()
+            assert torch.equal(gathered, torch.cat([content(other, numel) for other in range(size)]))
+            parts = [part(other, 0) for other in range(size)]
+            if rank == 0:
+                group.gather([parts], [parts[shift % size]]).wait()
+                assert torch.equal(torch.cat(parts), torch.cat([part(shift % size, 0), *(part(r, r) for r in range(1, size))]))
+                parts = [part(other, 0) for other in range(size)]
+                group.scatter([parts[shift % size]], [parts]).wait()
+                assert torch.equal(parts[shift % size], part(0, 0))
+            else:
+                group.gather([], [part(rank, rank)]).wait()
+                group.scatter([mine[0]], []).wait()
+                assert torch.equal(mine[0], part(rank, 0))
+        for start in (rank * numel, 5):
+            summed = torch.cat([part(rank, other) for other in range(size)] + [torch.zeros(5)])
+            group.reduce_scatter_single(summed[start : start + numel], summed[: size * numel]).wait()
+            assert torch.equal(summed[start : start + numel], sum(part(other, rank) for other in range(size)))
+
+    ranks(work)
+
+
 def test_an_expanded_tensor_cannot_take_different_values() -> None:
     groups = groups_of(2)
     sent = groups[0].broadcast([torch.arange(4.0)])

@@ -60,6 +60,31 @@ class Flats:
             flat.__exit__(*what)
 
 
+def apart(reads: Sequence[Tensor], writes: Sequence[Tensor], own: tuple[int, int]) -> list[Tensor]:
+    """``reads``, of which those are copied that lie where an operation writes: it might write there before it has read all of them.
+
+    ``own``: the places, in both, of what this rank passes to itself. That may be the same memory, as in a gather in place.
+    """
+    spans = [_span(each) for each in writes]
+    lowest, highest = min((start for start, _ in spans), default=0), max((stop for _, stop in spans), default=0)
+
+    def overlaps(place: int, read: Tensor) -> bool:
+        start, stop = _span(read)
+        if stop <= lowest or highest <= start:
+            return False
+        return any(
+            start < other_stop and other_start < stop and ((place, other) != own or (start, stop) != (other_start, other_stop))
+            for other, (other_start, other_stop) in enumerate(spans)
+        )
+
+    return [read.clone() if overlaps(place, read) else read for place, read in enumerate(reads)]
+
+
+def _span(flat: Tensor) -> tuple[int, int]:
+    start = flat.data_ptr()
+    return start, start + flat.numel() * flat.element_size()
+
+
 def with_memory(tensor: Tensor) -> Tensor:
     """The tensor itself, or what a pending result of torch's functional collectives becomes, once it has come.
 

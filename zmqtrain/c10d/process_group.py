@@ -22,7 +22,7 @@ from torch._C._autograd import _profiler_enabled
 from zmqtrain.c10d.descriptor import Descriptor, checksum
 from zmqtrain.c10d.eager import never_compiled
 from zmqtrain.c10d.errors import UnsupportedError, WrongCallError, of_torch
-from zmqtrain.c10d.flat import Flat, Flats, with_memory
+from zmqtrain.c10d.flat import Flat, Flats, apart, with_memory
 from zmqtrain.c10d.operations import Reduction, reduction_of
 from zmqtrain.c10d.order import PROGRAM, Following, next_call
 from zmqtrain.c10d.sparse import add_sparse
@@ -134,7 +134,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
             for targets, own in zip(outputs, inputs, strict=True):
                 with Flats(targets) as flats, Flat(own, write=False) as flat:
                     call.begin_parts(flats)
-                    self._transport.all_gather(flats, flat, call.what)
+                    self._all_gather(flats, flat, call.what)
 
         return self._submit([target for targets in outputs for target in targets], "all_gather", do, opts, reads=inputs)
 
@@ -154,7 +154,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
             for output, own in zip(outputs, inputs, strict=True):
                 with Flat(output) as target, Flat(own, write=False) as flat:
                     call.begin(flat.dtype, flat.numel())
-                    self._transport.all_gather(self._equal_parts(target), flat, call.what)
+                    self._all_gather(self._equal_parts(target), flat, call.what)
 
         return self._submit(outputs, "all_gather_into_tensor", do, opts, reads=inputs)
 
@@ -171,7 +171,8 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def do(call: _Call) -> None:
             with Flats(targets or []) as flats, Flat(inputs[0], write=False) as flat:
                 call.begin(flat.dtype, flat.numel(), root=root)
-                self._transport.gather(flats if targets is not None else None, flat, root, call.what)
+                [own] = apart([flat], flats, (0, self._rank_here))
+                self._transport.gather(flats if targets is not None else None, own, root, call.what)
 
         return self._submit(targets or [], "gather", do, opts, reads=inputs)
 
@@ -185,7 +186,8 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def do(call: _Call) -> None:
             with Flat(outputs[0]) as target, Flats(parts or [], write=False) as flats:
                 call.begin(target.dtype, target.numel(), root=root)
-                self._transport.scatter(target, flats if parts is not None else None, root, call.what)
+                given = apart(flats, [target], (self._rank_here, 0))
+                self._transport.scatter(target, given if parts is not None else None, root, call.what)
 
         return self._submit(outputs, "scatter", do, opts, reads=parts or [])
 
@@ -232,7 +234,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def do(call: _Call) -> None:
             with Flats(outputs) as targets, Flats(inputs, write=False) as flats:
                 call.begin(flats[0].dtype)
-                self._transport.all_to_all(targets, flats, call.what)
+                self._all_to_all(targets, flats, call.what)
 
         return self._submit(outputs, "all_to_all", do, opts, reads=inputs)
 
@@ -246,8 +248,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def do(call: _Call) -> None:
             with Flat(output) as target, Flat(whole, write=False) as flat:
                 call.begin(flat.dtype)
-                parts = self._split(flat, whole, input_splits)
-                self._transport.all_to_all(self._split(target, output, output_splits), parts, call.what)
+                self._all_to_all(self._split(target, output, output_splits), self._split(flat, whole, input_splits), call.what)
 
         return self._submit([output], "all_to_all_single", do, opts, reads=[whole])
 
@@ -341,7 +342,15 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._transport.all_gather(outputs, own, call.what)
         return outputs
 
+    def _all_gather(self, outputs: Sequence[Tensor], own: Tensor, what: str) -> None:
+        [own] = apart([own], outputs, (0, self._rank_here))
+        self._transport.all_gather(outputs, own, what)
+
+    def _all_to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor], what: str) -> None:
+        self._transport.all_to_all(outputs, apart(parts, outputs, (self._rank_here, self._rank_here)), what)
+
     def _reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], reduction: Reduction, what: str) -> None:
+        parts = apart(parts, [output], (self._rank_here, 0))
         self._transport.reduce_scatter(output, [reduction.before(part) for part in parts], reduction.combine, what)
         reduction.after(output)
 
