@@ -363,6 +363,13 @@ def test_the_profiler_shows_operations() -> None:
         for handle in handles:
             handle.wait()
             handle.get_future().wait()
-    assert sum(event.name == "zmq:all_reduce" for event in profile.events()) == 2
+        received = groups[1].recv([torch.empty(2)], 0)
+        for handle in (groups[0].send([torch.ones(2)], 1), received):
+            handle.wait()
+            handle.get_future().wait()
+    assert sorted(event.name for event in profile.events() if event.name.startswith("zmq:")) == [
+        *("zmq:all_reduce", "zmq:all_reduce"),
+        *("zmq:recv", "zmq:send"),
+    ]
     for group in groups:
         group.shutdown()

@@ -459,6 +459,28 @@ def test_a_rank_that_is_late_is_named() -> None:
     other.abort()
 
 
+@pytest.mark.parametrize("hosts", ["aa", "ab", "aab"])
+def test_the_timeout_of_later_operations_may_be_set(hosts: str) -> None:
+    groups = groups_of(len(hosts), hosts=hosts)
+    for group in groups:
+        group.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(PeerTimeoutError, match=r"within the timeout of 0.2 s while waiting for receive"):
+        groups[0].recv([torch.ones(1)], len(hosts) - 1).wait()
+    with pytest.raises(PeerTimeoutError, match=r"within the timeout of 0.2 s"):
+        groups[0].barrier().wait()
+    for group in groups:
+        group.abort()
+
+
+def test_the_collectives_of_a_program_are_counted() -> None:
+    [group] = groups_of(1)
+    assert group._get_sequence_number_for_group() == 0
+    for _ in range(2):
+        group.barrier().wait()
+    assert group._get_sequence_number_for_group() == 2
+    group.shutdown()
+
+
 def test_a_rank_that_has_gone_is_named() -> None:
     one, other = groups_of(2)
     other.shutdown()

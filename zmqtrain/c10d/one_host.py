@@ -37,6 +37,10 @@ class OneHost:
     def timeout_s(self) -> float:
         return self._team.timeout_s
 
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._team.timeout_s = timeout_s
+
     def look(self, what: str) -> None:
         self._team.look(what)
 

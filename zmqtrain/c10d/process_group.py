@@ -8,7 +8,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,7 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._opening = threading.Lock()
         self._kept: deque[Handle] = deque(maxlen=KEPT_HANDLES)
         self._count = itertools.count(1)
+        self._number = 0  # the last one of the count
         self.callbacks = False
         """Whether a future of this group has a callback (`zmqtrain.c10d.order`)."""
         self._closed = False
@@ -88,6 +90,20 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     # Torch keeps names in backends written in C++; a Python group keeps its own.
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations that are called from now on wait for other ranks. All ranks set the same.
+
+        `torch.distributed.distributed_c10d._set_pg_timeout` warns, and does nothing, for every backend but gloo and NCCL.
+        """
+        self._transport.timeout_s = self._lane.timeout_s = timeout.total_seconds()
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives the program has called."""
+        return self._number
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: all ranks begin with 0."""
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._group_name = name
@@ -280,16 +296,19 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 with Flat(tensor, write=False) as flat:
                     self._transport.send(to, tag, flat, what)
 
-        return self._lane_of(to).submit(Handle(tensors, what), do)
+        handle = Handle(tensors, what)
+        with _in_profile("send", handle):
+            return self._lane_of(to).submit(handle, do)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Handle:
-        return self._receive(tensors, [source], tag, self._message("receive from", source, tag))
+        return self._receive("recv", tensors, [source], tag, self._message("receive from", source, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Handle:
         """Receive the next message with this tag, of any rank."""
         _require_tag("recv", tag)
         others = [rank for rank in range(self._size_here) if rank != self._rank_here]
-        return self._receive(tensors, others, tag, f"receive from any rank (tag {tag}, group {self._group_text()})")
+        what = f"receive from any rank (tag {tag}, group {self._group_text()})"
+        return self._receive("recv_any_source", tensors, others, tag, what)
 
     # The end.
 
@@ -354,11 +373,11 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._transport.reduce_scatter(output, [reduction.before(part) for part in parts], reduction.combine, what)
         reduction.after(output)
 
-    def _receive(self, tensors: list[Tensor], sources: list[int], tag: int, what: str) -> Handle:
-        self._require_open("recv")
+    def _receive(self, name: str, tensors: list[Tensor], sources: list[int], tag: int, what: str) -> Handle:
+        self._require_open(name)
         if len(tensors) != 1:
             raise WrongCallError(f"a receive of {len(tensors)} tensors: one message has one")
-        _require_kind("recv", tensors[0])
+        _require_kind(name, tensors[0])
         if not sources:
             raise WrongCallError("a receive from any rank: there is no other rank in the group")
         handle, flat = Handle(tensors, what), Flat(tensors[0])
@@ -373,7 +392,8 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 error = failed
             handle.end(None if error is None else of_torch(error))
 
-        self._transport.post(sources, tag, flat.flat, what, done)
+        with _in_profile(name, handle):
+            self._transport.post(sources, tag, flat.flat, what, done)
         return handle
 
     def _message(self, name: str, peer: int, tag: int) -> str:
@@ -429,6 +449,8 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for tensor in (*tensors, *reads):
             _require_kind(name, tensor, sparse=name.startswith("all_reduce"))
         stream, number = next_call(self, self._count.__next__)
+        if stream == PROGRAM:
+            self._number = number
         what = f"{name} (operation {number} of {'a callback, ' * (stream != PROGRAM)}group {self._group_text()})"
         before = self.callbacks or stream != PROGRAM
         call = _Call(self._transport, name, stream, number, what, _described(tensors, reads) if _in_detail() else "", before)
@@ -439,10 +461,8 @@ class ZmqProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if len(tensors) == 1 and tensors[0].numel() == 1:
                 self._kept.append(handle)
             return handle
-        with torch.profiler.record_function(f"zmq:{name}") as span:
-            self._lane.submit(handle, lambda: do(call), reads=reads, stream=stream)
-            span._call_end_callbacks_on_future(handle.get_future())
-        return handle
+        with _in_profile(name, handle):
+            return self._lane.submit(handle, lambda: do(call), reads=reads, stream=stream)
 
     def _require_open(self, name: str) -> None:
         if self._closed:
@@ -487,6 +507,17 @@ class _Call:
         """The same for parts whose lengths all ranks know."""
         numels = [part.numel() for part in parts]
         self.begin(parts[0].dtype, numels[0] if len(set(numels)) == 1 else -1, detail=(*numels, *detail))
+
+
+@contextmanager
+def _in_profile(name: str, handle: Handle) -> Iterator[None]:
+    """The operation is called here; torch's profiler, if it runs, shows it from now until it ends."""
+    if not _profiler_enabled():
+        yield
+        return
+    with torch.profiler.record_function(f"zmq:{name}") as span:
+        yield
+        span._call_end_callbacks_on_future(handle.get_future())
 
 
 def _require_kind(name: str, tensor: Tensor, *, sparse: bool = False) -> None:

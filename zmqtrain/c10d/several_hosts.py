@@ -130,6 +130,12 @@ class SeveralHosts:
     def timeout_s(self) -> float:
         return self._timeout_s
 
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._timeout_s = self._here.timeout_s = self._all_ranks.timeout_s = timeout_s
+        if self._column is not None:
+            self._column.timeout_s = timeout_s
+
     def look(self, what: str) -> None:
         self._here.look(what)
 

@@ -26,8 +26,11 @@ class RankTransport(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """How long a rank waits for the others."""
+        """How long a rank waits for the others. It may be set: operations that begin later take the new one."""
         ...
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None: ...
 
     def look(self, what: str) -> None:
         """Raise if a rank of this host is lost. Called while no operation is carried out."""

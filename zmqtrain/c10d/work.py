@@ -166,7 +166,7 @@ class Lane:
         self._queue: queue.SimpleQueue[_Job | _Signal] = queue.SimpleQueue()
         self._line: Line[_Job] = Line()  # of the thread whose turn it is
         self._error: Exception | None = None
-        self._goes_on, self._look, self._timeout_s = goes_on, look, timeout_s
+        self._goes_on, self._look, self.timeout_s = goes_on, look, timeout_s
         self._order = threading.Lock()
         self._pending = 0  # operations that have been submitted, and have not ended
         self._turn = threading.Lock()  # of the thread that carries one out
@@ -232,7 +232,7 @@ class Lane:
 
     def _seek(self) -> Exception | None:
         """Wait for the operation that comes first. Returns why it will not come."""
-        first, deadline = self._line.first, time.monotonic() + self._timeout_s
+        first, deadline = self._line.first, time.monotonic() + self.timeout_s
         try:
             while self._line.seeks:
                 try:
