@@ -190,6 +190,13 @@ def widely(rank: int, folder: str) -> None:
     half._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     half(torch.ones(2, 10, dtype=torch.float64)).sum().backward()
     print("built-in hook of half precision", [each.grad.sum().item() for each in half.parameters()])
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    parts = sharded_tensor.ones(ChunkShardingSpec(0, [f"rank:{each}/cpu" for each in range(2)]), 5, 2)
+    joined = torch.zeros(5, 2) if rank == 0 else None
+    parts.gather(0, joined)
+    print("sharded tensor", joined)
     dcp.async_save({"weight": built_in.module[0].weight}, checkpoint_id=f"{folder}.saved").result()
     total = torch.ones(1)
     dist.all_reduce(total, group=dist.new_group([0, 1], backend="gloo"))

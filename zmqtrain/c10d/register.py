@@ -19,9 +19,15 @@ BACKEND = "zmq"
 
 def create(options: _DistributedBackendOptions, _backend_options: object) -> ZmqProcessGroup:
     """A process group, once all its ranks have arrived. Called by torch."""
+    import torch
+    import torch.distributed as dist
+
     from zmqtrain.c10d.process_group import ZmqProcessGroup
     from zmqtrain.c10d.rendezvous import rendezvous
 
+    if not torch.cuda.is_available():
+        # Not known before: to ask takes time, which `import torch` does not have. Torch's ShardedTensor takes GPUs where it can.
+        dist.Backend.backend_capability[BACKEND] = ["cpu"]
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     names = [f"rank {rank}" for rank in ranks]
     transport = rendezvous(options.store, options.group_rank, names, options.timeout)
