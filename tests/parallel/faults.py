@@ -312,9 +312,24 @@ def a_weight_of_the_step_before(patch: Patch) -> None:
     def change(original: Any, use: Any, world: World) -> Placed:
         key = world.rank, use.layer, use.name
         kept.setdefault(key, use.leaf.detach().clone())
-        return original(use if torch.is_grad_enabled() else replace(use, leaf=kept[key]), world)  # type: ignore[no-any-return]
+        found: Placed = original(use if torch.is_grad_enabled() else replace(use, leaf=kept[key]), world)
+        found.use = use
+        return found
 
     around(patch, swap, "wrapped", change)
+
+
+# Parameters that a forward changes.
+
+
+@fault("teacher")
+def an_assignment_without_effect(patch: Patch) -> None:
+    patch.setattr(parameters.Use, "write", lambda *_: None)
+
+
+@fault("teacher")
+def an_average_of_its_own(patch: Patch) -> None:
+    rule(patch, aten.lerp_.Scalar, lambda original, world, func, args, kwargs: args[0])
 
 
 # Random numbers.

@@ -58,6 +58,23 @@ class Images(nn.Module):
         return self.head(functional.adaptive_avg_pool2d(h, 1).flatten(1))  # type: ignore[no-any-return]
 
 
+class Teacher(nn.Module):
+    """A model with an average of itself, which its forward makes, and which nothing that it returns depends on yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.teacher = nn.Linear(6, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.student(x)))
+        if self.training:
+            with torch.no_grad():
+                self.teacher.weight.data = self.teacher.weight.data * 0.9 + self.student.weight.data * 0.1
+                self.teacher.bias.lerp_(self.student.bias, 0.1)
+        return found
+
+
 def seeded(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> Callable[[], nn.Module]:
     """The same model every time, with weights that are not those of an initialization (zeros, ones)."""
 
@@ -84,6 +101,7 @@ def images(samples: int) -> Tensor:
 #: Name -> (model, data, how convolutions are divided, and all else).
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], Choice, Choice]] = {
     "mlp": (seeded(Mlp), vectors, "model", "model"),
+    "teacher": (seeded(Teacher), vectors, "model", "model"),
     "images": (seeded(Images), images, "model", "model"),
     "strips": (seeded(Images), images, "domain", "model"),
     "batch": (seeded(Images), images, "batch", "batch"),

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from zmqtrain.errors import UsageError
+from zmqtrain.parallel.placed.parameters import settle
 from zmqtrain.parallel.placed.tensor import DISPATCH, Placed, World, dense, plain
 from zmqtrain.parallel.placement import Placement, sampleless, settled, undivided
 
@@ -56,6 +57,8 @@ POINTWISE = {
 }
 #: Operators that change arguments, by number, and do not say so.
 CHANGES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4), aten.miopen_batch_norm.default: (3, 4)}
+#: Of kernels that call other operators, and so come back here.
+_ONE_BY_ONE = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
 def rule(*operators: Operators, both: bool = False) -> Callable[[Rule], Rule]:
@@ -81,13 +84,19 @@ class _Kind:
     reviews: bool
     """It makes of its argument a view of itself."""
     pointwise: bool
+    writes: bool
+    """It changes arguments."""
+    lists: bool
+    """It does to each tensor of lists what an operator on tensors does, like ``torch._foreach_add_``."""
 
 
 @cache
 def _kind(func: Any) -> _Kind:
     tags = func.tags
     pointwise = (torch.Tag.pointwise in tags or func in POINTWISE) and torch.Tag.nondeterministic_seeded not in tags
-    return _Kind(func.overloadpacket, torch.Tag.inplace_view in tags, pointwise)
+    writes = func._schema.is_mutable or func in CHANGES
+    lists = func._schema.name.startswith("aten::_foreach_") and func.has_kernel_for_dispatch_key(_ONE_BY_ONE)
+    return _Kind(func.overloadpacket, torch.Tag.inplace_view in tags, pointwise, writes, lists)
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -96,6 +105,19 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     kind = _kind(func)
     if kind.reviews:
         return _reviewed(func, args, kwargs)
+    if kind.lists:
+        return func._op_dk(_ONE_BY_ONE, *args, **kwargs)
+    if not kind.writes:
+        return _result(world, func, kind, args, kwargs)
+    result = _result(world, func, kind, args, kwargs)
+    if world.held:
+        for value in _written(func, args, kwargs):
+            if isinstance(value, Placed):
+                settle(value)
+    return result
+
+
+def _result(world: World, func: Any, kind: _Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     found = RULES.get(func) or RULES.get(kind.packet)
     if found is not None:
         if world.both and found not in BOTH:
@@ -144,6 +166,9 @@ def _along_one(value: Placed) -> Placement:
 def _reviewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A tensor becomes a view of itself, like ``transpose_``."""
     value = args[0]
+    if func.overloadpacket is aten.set_:
+        name = str(value.use) if isinstance(value, Placed) and value.use is not None else f"a tensor of shape {tuple(value.shape)}"
+        raise UsageError(f"{name} is given other memory in the forward (set_), and the model is divided: use torch.Tensor.copy_")
     packet = getattr(aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
     given = [argument.type for argument in func._schema.arguments]
     overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []

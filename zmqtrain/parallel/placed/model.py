@@ -161,10 +161,9 @@ class ParallelModel(nn.Module):
         """Whether outputs are always of the column's samples, on all its rows, also where the last layer is batch-parallel."""
         self._runs: Callable[..., Any] = model.__call__
         # What the model calls its own may be called as something here is: `grid`, `batch`, `samples`.
-        self._modules.update(model._modules)  # named_children() leaves second names out
-        self._parameters.update(model._parameters)
-        self._buffers.update(model._buffers)
-        self._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
+        # The same dictionaries: what its forward registers is here, too.
+        for each in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            vars(self)[each] = vars(model)[each]
         self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(_Entering(world, name, self._entry(module, name))))

@@ -6,7 +6,7 @@ What autograd finds for one is brought to the form that the runtime sums: of thi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.once import once_differentiable
 from zmqtrain.parallel.placed.tensor import Placed, World, in_backward
-from zmqtrain.parallel.placement import changed, laid
+from zmqtrain.parallel.placement import Placement, changed, laid
 from zmqtrain.parallel.plan import Choice, Strips
 from zmqtrain.parallel.shard import Shard
 
@@ -35,6 +35,28 @@ class Use:
     strips: Strips | None = None
     """Of a layer whose images are divided: how."""
 
+    def __str__(self) -> str:
+        return f"layer {self.layer or 'of the model'}: its {self.name!r}"
+
+    def write(self, whole: Placed) -> None:
+        """Let the parameter or buffer have this content, in the memory that it has. All processes must call it."""
+        world, shard = whole.world, self.shard
+        placement = _placement(self, world)
+        if placement is None:
+            part = shard.cut(world.whole(whole), shard.members.index(world.rank))
+        else:
+            part = world.relaid(whole, placement)
+        with torch.no_grad():
+            self.leaf.copy_(part)
+
+    def held(self, world: World) -> tuple[Tensor | Callable[[], Tensor], Placement]:
+        """This process's part, or what gathers the whole when it is asked for, and where it lies."""
+        local, placement = self.leaf.detach(), _placement(self, world)
+        if placement is not None:
+            return local, placement
+        # Layers take the part itself, and all else gets it gathered.
+        return lambda: _gathered(local, self, world), world.whole_of(self.grid)
+
 
 def use_of(value: Any) -> Use | None:
     """Of a parameter that is as its module has it; ``None`` for whatever was made of one."""
@@ -50,22 +72,36 @@ def wrapped(use: Use, world: World) -> Placed:
         # compute while sums of gradients travel. So it is to run as soon as its gradient is there, as leaves do.
         found.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
     else:
-        found = _placed(leaf.detach(), use, world)
+        found = _placed(use, world)
     found.use = use
+    found._is_param = isinstance(leaf, nn.Parameter)  # so that torch takes it for one
     assert tuple(found.shape) == shard.shape
     return found
 
 
-def _placed(local: Tensor, use: Use, world: World) -> Placed:
+def _placed(use: Use, world: World) -> Placed:
+    local, placement = use.held(world)
+    return Placed(local, placement, use.shard.shape, world, like=use.leaf)
+
+
+def _placement(use: Use, world: World) -> Placement | None:
+    """Where the parts lie; ``None`` where one consists of several ranges, as the gates of an LSTM."""
     shard, grid = use.shard, use.grid
     if shard.dimension is None:
-        return Placed(local, world.whole_of(grid), shard.shape, world)
+        return world.whole_of(grid)
     if all(len(ranges) == 1 for ranges in shard.pieces):
-        divisions = tuple(ranges[0] for ranges in shard.pieces)
-        placement = laid(grid, "columns", shard.dimension, divisions, None)
-        return Placed(local, placement, shard.shape, world)
-    # Several ranges in one part, as the gates of an LSTM: layers take the part itself, and all else gets it gathered.
-    return Placed(lambda: _gathered(local, use, world), world.whole_of(grid), shard.shape, world, like=local)
+        return laid(grid, "columns", shard.dimension, tuple(ranges[0] for ranges in shard.pieces), None)
+    return None
+
+
+def settle(value: Placed) -> None:
+    """A tensor was changed in place. If it is a parameter or buffer, or a view of one, and had been gathered: bring the change to
+    the part that this process holds, with which layers compute."""
+    held = value.world.held.get(id(value.kin))
+    if held is not None and isinstance(held._local, Tensor) and not held._local.is_meta:
+        leaf: Tensor = held.use.leaf
+        if held._local.data_ptr() != leaf.data_ptr():
+            held.use.write(held)
 
 
 def _gathered(local: Tensor, use: Use, world: World) -> Tensor:
@@ -85,7 +121,7 @@ class _Parameter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, use: Use, world: World) -> Placed:
         ctx.use, ctx.world = use, world
-        return _placed(leaf.detach(), use, world)
+        return _placed(use, world)
 
     @staticmethod
     @once_differentiable

@@ -10,20 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zmqtrain.errors import UsageError
 from zmqtrain.parallel.placed.assign import Held
 from zmqtrain.parallel.placed.parameters import Use, wrapped
 from zmqtrain.parallel.placed.tensor import Placed, World
 from zmqtrain.parallel.placement import Placement
+
+_DIVIDED = "and the model is divided: make all parameters in the constructor, and change them in place (torch.Tensor.copy_)"
 
 
 @dataclass(slots=True)
 class _Slot:
     """A module's parameters or buffers."""
 
+    layer: str
+    parameters: bool
     tensors: dict[str, Any]
     held: dict[str, tuple[Held, tuple[int, ...], int]]
     """How each is held, the shape of this process's part, and its row."""
     uses: dict[str, Use] = field(default_factory=dict)
+    others: set[str] = field(default_factory=set)
+    """Names of buffers that have another shape than in the model that was divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +69,25 @@ class Swap:
         self._look()
         wraps: dict[int, Placed] = {}
         swapped: list[tuple[dict[str, Any], str, Any, Use]] = []
+        before, complaint = self._world.held, ""
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 for slot in self._slots:
                     self._give(slot, wraps, swapped)
+            self._world.held = before | {id(each.kin): each for each in wraps.values()}
             for module in self._recurrent:
                 relink(module)
             yield
         finally:
+            self._world.held = before
             for tensors, each, tensor, use in swapped:
-                self._put_back(tensors, each, tensor, use, wraps[id(tensor)])
+                complaint = self._put_back(tensors, each, tensor, use, wraps[id(tensor)]) or complaint
             for module in self._recurrent:
                 relink(module)
+        for slot in self._slots:
+            complaint = self._additions(slot) or complaint
+        if complaint:
+            raise UsageError(complaint)
 
     def _look(self) -> None:
         """Find the modules' tensors, again where there are other modules than the last time."""
@@ -86,17 +100,22 @@ class Swap:
             of, _, own = each.rpartition(".")
             held_by.setdefault(of, {})[own] = (held, *_part_of(held, self._world.rank))
         for name, module in self._model.named_modules(remove_duplicate=False):
-            if placed := held_by.get(name):
-                self._slots += [_Slot(module._parameters, placed), _Slot(module._buffers, placed)]
+            placed = held_by.get(name, {})
+            if made := [each for each, tensor in module._parameters.items() if tensor is not None and each not in placed]:
+                raise UsageError(f"layer {name or 'of the model'} has got a parameter {made[0]!r}, {_DIVIDED}")
+            self._slots += [_Slot(name, True, module._parameters, placed), _Slot(name, False, module._buffers, placed)]
             if isinstance(module, nn.RNNBase):
                 self._recurrent.append(module)
 
     def _give(self, slot: _Slot, wraps: dict[int, Placed], swapped: list[tuple[dict[str, Any], str, Any, Use]]) -> None:
+        if slot.others:
+            slot.others.clear()
         for each, tensor in slot.tensors.items():
             if tensor is None or isinstance(tensor, Placed) or each not in slot.held:
                 continue
             there, shape, _ = slot.held[each]
             if tensor.shape != shape:
+                slot.others.add(each)
                 continue
             use = slot.uses.get(each)
             if use is None or use.leaf is not tensor:
@@ -120,17 +139,20 @@ class Swap:
             self._kept[id(leaf)] = kept = _Kept(leaf, leaf.data_ptr(), whole.placement, whole.grad_fn, whole)
         return kept.whole
 
-    def _put_back(self, tensors: dict[str, Any], name: str, tensor: Tensor, use: Use, wrap: Placed) -> None:
-        """The plain tensor, with what the forward has made of it."""
+    def _put_back(self, tensors: dict[str, Any], name: str, tensor: Tensor, use: Use, wrap: Placed) -> str:
+        """The plain tensor, with what the forward has made of it. Returns what is to be complained of."""
         found = tensors.get(name)
-        if isinstance(tensor, nn.Parameter) or found is None:
-            if found is not None:
-                tensors[name] = tensor
-            return
+        if isinstance(tensor, nn.Parameter):
+            tensors[name] = tensor
+            if found is wrap and wrap.use is not None and wrap.use.leaf is tensor:
+                return ""
+            return f"the forward takes the parameter of {use} away, or puts another one in its place, {_DIVIDED}"
+        if found is None:
+            return ""
         tensors[name] = tensor
         local = wrap._local
         if found is wrap and isinstance(local, Tensor) and (local.is_meta or local.data_ptr() == tensor.data_ptr()):
-            return
+            return ""
         with torch.no_grad():
             whole = self._world.whole(found) if isinstance(found, Placed) else found
             row = use.shard.members.index(self._world.rank)
@@ -139,6 +161,22 @@ class Swap:
                 tensor.copy_(part)
             else:
                 tensors[name] = part
+        return ""
+
+    def _additions(self, slot: _Slot) -> str:
+        """Let buffers that the forward has registered, or given another shape, be plain tensors, whole on every process.
+
+        Returns what is to be complained of."""
+        if slot.tensors.keys() <= slot.held.keys() and not slot.others:
+            return ""
+        for name, tensor in slot.tensors.items():
+            if tensor is None or (name in slot.held and name not in slot.others):
+                continue
+            if isinstance(tensor, nn.Parameter) or slot.parameters:
+                return f"the forward registers a parameter {name!r} of layer {slot.layer or 'of the model'}, {_DIVIDED}"
+            if isinstance(tensor, Placed):
+                slot.tensors[name] = self._world.whole(tensor.detach())  # type: ignore[arg-type]
+        return ""
 
 
 def structure_of(model: nn.Module) -> list[Any]:

@@ -56,6 +56,8 @@ class World:
     backward: bool = False
     both: bool = False
     """Whether there are tensors with two divided dimensions, which not all rules know."""
+    held: dict[int, Placed] = field(default_factory=dict)
+    """While a forward runs: parameters and buffers, by the ids of their `Kin`."""
 
     @property
     def rank(self) -> int:
@@ -182,6 +184,7 @@ def _same_blocks(one: Placement, other: Placement, shape: Sequence[int]) -> bool
 #: Within, what is asked of a placed tensor is answered by torch itself, and functions are their operators.
 _Operators = torch._C.DisableTorchFunctionSubclass
 _make: Callable[..., Any] = Tensor._make_wrapper_subclass
+_DATA, _GRAD, _REQUIRES_GRAD = (cast(Any, vars(torch._C.TensorBase)[each]) for each in ("data", "grad", "requires_grad"))
 #: What becomes of an operator: `zmqtrain.parallel.placed.dispatch.dispatch`, which knows this module.
 DISPATCH: list[Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]] = []
 
@@ -290,6 +293,87 @@ class Placed(Tensor):
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         return self.world.whole(self.detach()).numpy(force=force)  # type: ignore[arg-type]
+
+    # What a person's forward does to a parameter past torch's operators.
+
+    @property
+    def data(self) -> Placed:
+        """The same memory, unknown to autograd."""
+        return Placed(self.local.data, self.placement, self._size, self.world, self.kin, strides=self.stride())
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Other content; of a parameter or buffer, in the memory that it has, since buckets and optimizers know that.
+
+        Raises `UsageError` for what would have the same memory as something else."""
+        seen = max(value.kin.count if isinstance(value, Placed) else 0, self.kin.count if self.use is not None else 0) > 1
+        if not isinstance(value, Placed) or value.shape != self.shape or value.dtype != self.dtype or seen:
+            raise UsageError(
+                f"{self._named()} is given the memory of another tensor in the forward (x.data = y), and the model is divided: "
+                "write x.data.copy_(y), or let y be computed in the forward, of the shape and type of x, with nothing else a view "
+                "of x or of y"
+            )
+        if self.use is not None:
+            self.use.write(value)
+            self._local, self.placement = self.use.held(self.world)
+            value._shares_memory_of(self)
+            return
+        with _Operators():
+            _DATA.__set__(self, value)
+        self._shares_memory_of(value)
+
+    def _shares_memory_of(self, other: Placed) -> None:
+        self.kin.count -= 1
+        self.kin, self._local, self.placement = other.kin, other._local, other.placement
+        self.kin.count += 1
+
+    @property
+    def grad(self) -> Tensor | None:
+        """See `torch.Tensor.grad`. Raises `UsageError` for a parameter that has one: it is a part of a sum."""
+        if self.use is None:
+            with _Operators():
+                return cast(Tensor | None, _GRAD.__get__(self))
+        if self.use.leaf.grad is not None:
+            raise UsageError(
+                f"the forward reads the gradient of {self._named()}, which is a part of a sum where the model is divided"
+            )
+        return None
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self.use is not None and (value is not None or self.use.leaf.grad is not None):
+            raise UsageError(
+                f"the forward sets the gradient of {self._named()}, which is a part of a sum where the model is divided"
+            )
+        with _Operators():
+            _GRAD.__set__(self, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Placed:
+        """See `torch.Tensor.requires_grad_`. Raises `UsageError` for a parameter that the forward begins or ends to train."""
+        if self.use is None:
+            with _Operators():
+                return super().requires_grad_(requires_grad)  # type: ignore[return-value]
+        if requires_grad != self.use.leaf.requires_grad:
+            raise UsageError(
+                f"the forward begins or ends to train {self._named()} (requires_grad), and the model is divided: do it before "
+                "that, or use detach() where it is not to be trained"
+            )
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd computes a gradient for it."""
+        with _Operators():
+            return cast(bool, _REQUIRES_GRAD.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def _named(self) -> str:
+        if self.use is None:
+            return f"layer {self.world.layer or 'of the model'}: a tensor of shape {tuple(self.shape)}"
+        return str(self.use)
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """See `torch.Tensor.register_hook`. Raises `UsageError` for a parameter: layers compute with its part."""

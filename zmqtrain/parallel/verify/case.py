@@ -20,7 +20,7 @@ from zmqtrain.parallel.turns import turn
 Phase = Literal["training", "evaluation"]
 #: With gradients, and afterwards in evaluation.
 When = Literal["first", "later"]
-What = Literal["output", "loss", "gradient", "buffer", "update"]
+What = Literal["output", "loss", "gradient", "buffer", "parameter", "update"]
 #: An optimizer that shows what it does to parts in its second step shows it here: preconditioners often begin with the second.
 OPTIMIZER_STEPS = 2
 #: All weights are multiplied by it between training and evaluation, so that a forward with weights of the step before is seen.

@@ -56,14 +56,18 @@ class _Comparison:
         expected = wanted(case, self._batch, self._fabric, needs, self._watch)
         if case.dtype is torch.float64:
             _to_double(divided)
+        before = _sketches(divided)
         with watching(self._watch, divided, phase):
             self._step(divided, expected, phase)
         self._gradients(divided, expected, phase)
         self._buffers(divided, expected, phase, "first")
+        self._parameters(divided, before, expected, phase, "first")
         multiply_weights(divided)
+        before = _sketches(divided)
         with torch.no_grad(), watching(self._watch, divided, "evaluation"):
             self._forward(divided, expected, "evaluation", "later")
         self._buffers(divided, expected, "evaluation", "later")
+        self._parameters(divided, before, expected, "evaluation", "later")
         if case.optimizer is not None:
             self._updates(divided, expected, needs)
         self._decide()
@@ -143,6 +147,13 @@ class _Comparison:
             of = max(expected.largest.get(("buffer", name), 0.0), largest(parts[name]))
             self._compared(phase, "buffer", name, distance(found[name], parts[name]), of, number)
 
+    def _parameters(self, divided: ParallelModel, before: Mapping[str, Tensor], expected: Wanted, phase: Phase, when: When) -> None:
+        """What the forward has made of them, or left alone."""
+        parts = expected.parameters[when]
+        for number, (name, now) in enumerate(_sketches(divided).items()):
+            of = expected.largest.get(("parameter", name), largest(before[name]))
+            self._compared(phase, "parameter", name, distance(now, parts.get(name, before[name])), of, number)
+
     def _updates(self, divided: ParallelModel, expected: Wanted, needs: Needs) -> None:
         """The same gradients on both sides, so that all that differs is the optimizer's: where one's sign decides, noise would."""
         if not expected.updates:
@@ -183,6 +194,10 @@ def _to_double(divided: ParallelModel) -> None:
     for each in (*divided.parameters(), *divided.buffers()):
         if each.is_floating_point():
             each.data = each.data.double()
+
+
+def _sketches(divided: ParallelModel) -> dict[str, Tensor]:
+    return {name: sketch(each).clone() for name, each in divided.named_parameters()}
 
 
 def _sums(divided: ParallelModel) -> dict[str, nn.Parameter]:

@@ -141,6 +141,8 @@ class Wanted:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """`sketch` of each part."""
     buffers: dict[When, dict[str, Tensor]] = field(default_factory=dict)
+    parameters: dict[When, dict[str, Tensor]] = field(default_factory=dict)
+    """`sketch` of each part of those that a forward has changed, as a moving average of another model does."""
     updates: dict[str, Update] = field(default_factory=dict)
     """One for each kind of parameter that is divided."""
     largest: dict[tuple[What, str], float] = field(default_factory=dict)
@@ -162,6 +164,10 @@ class Wanted:
             when, names = about
             self.buffers[when] = {name: part for (name, _), part in zip(names, tensors, strict=True)}
             self.largest |= {("buffer", name): of for name, of in names if when == "first"}
+        elif what == "parameters":
+            when, names = about
+            self.parameters[when] = {name: part for (name, _), part in zip(names, tensors, strict=True)}
+            self.largest |= {("parameter", name): of for name, of in names}
         else:
             name, of, step, seed = about
             self.updates[name] = Update(seed, tensors[0], of, step)
@@ -282,6 +288,14 @@ class _Serving:
         about = [when, [(name, largest(each)) for name, each in found]]
         self.tell("buffers", about, lambda needs: [needs.buffers.get(name, everything).of(each).clone() for name, each in found])
 
+    def parameters(self, names: Mapping[nn.Parameter, str], before: Sequence[Tensor], when: When) -> None:
+        """Of a model, those that are not as they were ``before``."""
+        changed = [
+            (name, each.detach()) for (each, name), was in zip(names.items(), before, strict=True) if distance(sketch(each), was)
+        ]
+        about = [when, [(name, largest(each)) for name, each in changed]]
+        self.tell("parameters", about, lambda needs: [sketch(needs.parameters[name].of(each)).clone() for name, each in changed])
+
 
 class _Ordinary:
     def __init__(self, case: Case, batch: Batch, serving: _Serving, watch: Watch | None) -> None:
@@ -295,16 +309,20 @@ class _Ordinary:
         for parameter, name in names.items():
             if parameter.requires_grad:
                 self._sent_when_ready(parameter, name)
+        before = [sketch(each).clone() for each in names]
         with watching(self._watch, model, phase):
             outcome = forward(case, model, self._batch, phase, backward=True)
         serving.gradients_end()
         serving.tell("outputs", ["first", outcome.loss, dict(outcome.order)], lambda _: outcome.outputs)
         serving.buffers(model, "first")
+        serving.parameters(names, before, "first")
         multiply_weights(model)
+        before = [sketch(each).clone() for each in names]
         with torch.no_grad(), watching(self._watch, model, "evaluation"):
             later = forward(case, model, self._batch, "evaluation")
         serving.tell("outputs", ["later", later.loss, {}], lambda _: later.outputs)
         serving.buffers(model, "later")
+        serving.parameters(names, before, "later")
         if case.optimizer is not None:
             self._updates(model, names)
 
@@ -409,6 +427,7 @@ def _own_change(case: Case, batch: Batch) -> OwnChange:
                 ("gradient", name): sketch(each.grad) for name, each in model.named_parameters() if each.grad is not None
             }
             numbers |= {("buffer", name): each for name, each in model.named_buffers()}
+            numbers |= {("parameter", name): sketch(each).clone() for name, each in model.named_parameters()}
             with torch.no_grad():
                 second = forward(case, model, given, "evaluation")
             for number, (one, other) in enumerate(zip(outcome.outputs, second.outputs, strict=False)):

@@ -28,7 +28,9 @@ _MOST_BYTES = 4096
 #: The precision that is tried first.
 FIRST = torch.float64
 _PHASES = ("training", "evaluation")
-_WHATS = ("output", "loss", "gradient", "buffer", "update")
+_WHATS = ("output", "loss", "gradient", "buffer", "parameter", "update")
+#: Differences that are of a parameter or buffer, and so of its module.
+_OF_TENSORS = ("gradient", "buffer", "parameter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,12 @@ def verify(
 ) -> Verified:
     """Compare a divided model with the ordinary one, on a small batch. All processes of the grid call it, with equal arguments.
 
-    In training: the outputs, the loss, every gradient and every buffer; in evaluation afterwards, with other weights: the outputs
-    and buffers; and two steps of the optimizer with the smallest and the largest parameter of each parameter group and way to be
-    divided. Of large gradients and updates a random combination of each row's elements is compared. In double precision where the
-    model can. Nothing that is given changes. Dropout within torch's own attention and recurrent layers is left
-    out of it. Rank 0 runs the ordinary model, and needs the memory of one in double precision, without its gradients.
+    In training: the outputs, the loss, every gradient, every buffer, and the parameters, which a forward may change; in evaluation
+    afterwards, with other weights: the outputs, buffers and parameters; and two steps of the optimizer with the smallest and the
+    largest parameter of each parameter group and way to be divided. Of large gradients, parameters and updates a random combination
+    of each row's elements is compared. In double precision where the model can. Nothing that is given changes. Dropout within
+    torch's own attention and recurrent layers is left out of it. Rank 0 runs the ordinary model, and needs the memory of one in
+    double precision, without its gradients.
 
     Args:
         model: the ordinary one, which can be copied; or what makes an equal one at each call.
@@ -208,16 +211,21 @@ def _error(case: Case, fabric: Fabric, worst: Difference, found: Found, watch: W
             "column, or set [parallel] verify = false if that is what you mean",
             module="", parameter="",
         )  # fmt: skip
-    if module is None and worst.what in ("gradient", "buffer"):
+    if module is None and worst.what in _OF_TENSORS:
         module = worst.name.rpartition(".")[0]
-        what = f"the {worst.what} of {worst.name} differs by {_by(worst)}"
+        what = (
+            f"what the forward makes of parameter {worst.name}"
+            if worst.what == "parameter"
+            else f"the {worst.what} of {worst.name}"
+        )
+        what += f" differs by {_by(worst)}"
     elif module is None:
         what = f"output {worst.name} differs by {_by(worst)}"
     else:
         what = f"the output of {_named(module)} is the first that differs"
         if parameter is not None:
             what += f", and the {'gradient' if parameter.what == 'gradient' else 'update'} of {parameter.name} by {_by(parameter)}"
-    named = parameter.name if parameter is not None else worst.name if worst.what in ("gradient", "buffer") else ""
+    named = parameter.name if parameter is not None else worst.name if worst.what in _OF_TENSORS else ""
     advice = f'leave it whole ([parallel] whole = ["{module}"])' if module else "leave layers whole ([parallel] whole)"
     return DifferentModelError(
         f"divided over the grid, this model is another one than in one process: in {phase}, {what}. Please report it. Until it is "
