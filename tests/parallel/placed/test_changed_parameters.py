@@ -59,6 +59,11 @@ def data_changed_afterwards(own: nn.Parameter, key: nn.Parameter) -> None:
     value.add_(own.data, alpha=0.1)
 
 
+def data_added_to(own: nn.Parameter, key: nn.Parameter) -> None:
+    key.data *= 0.9
+    key.data += own.data * 0.1
+
+
 def data_in_place(own: nn.Parameter, key: nn.Parameter) -> None:
     key.data.mul_(0.9).add_(own.data, alpha=0.1)
 
@@ -94,8 +99,8 @@ def without_a_rule(own: nn.Parameter, key: nn.Parameter) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        data, data_of_detached, clone, data_changed_afterwards, data_in_place, data_copied, detached, lerp, lists, some_rows,
-        without_a_rule,
+        data, data_of_detached, clone, data_changed_afterwards, data_added_to, data_in_place, data_copied, detached, lerp,
+        lists, some_rows, without_a_rule,
     ],
 )  # fmt: skip
 def test_an_encoder_that_follows_another(change: Change, grid: str) -> None:

@@ -58,7 +58,7 @@ class CrossEntropy(Divided):
                 f"layer {self.site.layer}: logits of shape {tuple(logits.shape)} and targets of {tuple(target.shape)} where this "
                 f"row has classes {start} to {stop}"
             )
-        x = raised(logits).movedim(1, -1).reshape(-1, stop - start)
+        x = raised(logits).movedim(1, -1).reshape(target.numel(), stop - start)
         flat = target.reshape(-1)
         counted = flat != self.ignore_index
         if not x.is_meta and bool(((flat < 0) | (flat >= self.divisions[-1][1]))[counted].any()):

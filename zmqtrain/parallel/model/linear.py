@@ -30,11 +30,15 @@ class LinearOperation:
         return gradient.matmul(weight)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        outputs, inputs = weight.shape
-        return gradient.reshape(-1, outputs).t().mm(x.reshape(-1, inputs))
+        return _vectors(gradient).t().mm(_vectors(x))
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
-        return gradient.reshape(-1, gradient.shape[-1]).sum(0)
+        return _vectors(gradient).sum(0)
+
+
+def _vectors(x: Tensor) -> Tensor:
+    """(vectors, features), also of tensors without features, of which -1 would be ambiguous."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class Linear(Divided):

@@ -1,0 +1,133 @@
+"""Models that are unlike those of textbooks, as people bring them: three steps are those of one process, on every grid."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+
+from tests.parallel.placed.training import OfNumbers, compare
+from zmqtrain.parallel.turns import turn
+
+_GENERATOR = torch.Generator().manual_seed(3)
+VECTORS = torch.randn(6, 5, generator=_GENERATOR, dtype=torch.float64)
+CLASSES = torch.tensor([0, 35, 7, 12, 38, 2])
+#: Name -> (model, what it takes).
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {}
+
+
+def strange(inputs: Any) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+    """Register a model."""
+
+    def register(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        MODELS[make.__name__] = make, inputs
+        return make
+
+    return register
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("plan", ["model", "domain", "batch", "mixed"])
+@pytest.mark.parametrize("grid", ["2x1", "1x2", "2x2", "3x1"])
+def test_it_is_the_model_of_one_process(name: str, plan: str, grid: str) -> None:
+    make, inputs = MODELS[name]
+    with turn():
+        torch.manual_seed(1)
+        model = make().double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    compare(lambda: copy.deepcopy(model), OfNumbers(inputs, steps=3, relative=1e-8), plan, grid)
+
+
+# Output layers.
+
+
+@strange({"x": VECTORS, "y": CLASSES})
+class AdaptiveSoftmax(nn.Module):
+    """Whose rarest classes have no features at all (8 // 4**2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(8, 40, [5, 10, 20])
+
+    def forward(self, given: dict[str, Tensor]) -> Any:
+        h = torch.tanh(self.first(given["x"]))
+        return self.softmax(h, given["y"]).loss, self.softmax.log_prob(h), self.softmax.predict(h)
+
+
+# Weights made of others.
+
+
+class LowRank(nn.Module):
+    """A linear layer that is not trained, and two small matrices that are."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.a, self.b, self.scaling = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.zeros(outputs, 2)), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + functional.linear(functional.linear(x, self.a), self.b) * self.scaling  # type: ignore[no-any-return]
+
+
+class LowRankLinear(nn.Linear):
+    """The same as a linear layer, with the matrices added to its weight in evaluation."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.weight.requires_grad_(False)
+        self.a, self.b, self.merged = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.zeros(outputs, 2)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training == self.merged:
+            self.weight.data += (self.b @ self.a).detach() * (2 if not self.merged else -2)
+            self.merged = not self.merged
+        found = functional.linear(x, self.weight, self.bias)
+        return found if self.merged else found + x @ self.a.T @ self.b.T * 2
+
+
+class LowRankChange(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.zeros(outputs, 2))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.b @ self.a * 2
+
+
+def parametrized(inputs: int, outputs: int) -> nn.Module:
+    layer = nn.Linear(inputs, outputs).requires_grad_(False)
+    return parametrize.register_parametrization(layer, "weight", LowRankChange(inputs, outputs))
+
+
+class Adapted(nn.Module):
+    def __init__(self, layer: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = layer(5, 8), nn.LayerNorm(8), layer(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(functional.gelu(self.norm(self.first(x))))  # type: ignore[no-any-return]
+
+
+@strange(VECTORS)
+def low_rank() -> nn.Module:
+    return Adapted(LowRank)
+
+
+@strange(VECTORS)
+def low_rank_merged() -> nn.Module:
+    return Adapted(LowRankLinear)
+
+
+@strange(VECTORS)
+def low_rank_by_parametrization() -> nn.Module:
+    return Adapted(parametrized)
