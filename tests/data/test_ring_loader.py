@@ -104,7 +104,10 @@ async def test_a_group_s_workers_divide_its_batches() -> None:
     ring = Ring.of(26, 2, 5, seed=3)
     async with endpoints(4) as nodes:
         peers = [node.peer for node in nodes]
-        loaders = [loader(node, peers[rank % 2 :: 2], ring, Dataset(26), position=(rank % 2, 2)) for rank, node in enumerate(nodes)]
+        loaders = [
+            loader(node, peers[rank % 2 :: 2], ring, Dataset(26), share=lambda _, rank=rank: (rank % 2, 2))
+            for rank, node in enumerate(nodes)
+        ]
         seen = await train(loaders, range(3 * ring.steps))
         for step in range(3 * ring.steps):
             for group in range(2):

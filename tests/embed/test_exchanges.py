@@ -152,6 +152,13 @@ def test_elastic_gossip_trains_in_sessions(overlap: bool | None) -> None:
         torch.testing.assert_close(flat(model), flat(results[0]), rtol=1e-12, atol=1e-13)
 
 
+def test_a_script_does_not_train_again_what_a_group_of_several_has_given_up() -> None:
+    compute = {"groups": 2, "group_size": 2, "batch_size": 4}
+    topology = topology_of(compute=compute, exchange={"kind": "averaging", "every": 2}, job={"elastic": True})
+    with pytest.raises(UsageError, match=r"with groups of several workers, a script's own loop .* remove \[job\] elastic"):
+        run_sessions(topology, train)
+
+
 def test_settings_of_tasks_are_refused() -> None:
     for compute in ({"precision": "bfloat16"}, {"accumulate": 2}):
         with pytest.raises(UsageError, match="are for tasks"):

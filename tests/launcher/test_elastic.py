@@ -106,6 +106,31 @@ def test_a_worker_is_killed(tmp_path: Path, kind: str, restarts: int) -> None:
         assert any("worker/1" in line and "killed by SIGKILL" in line for line in run.lines), "the end says who was lost"
 
 
+@pytest.mark.parametrize("method", ["average", "outer", "elastic"])
+def test_a_worker_of_a_pair_is_killed_where_pairs_average_their_models(tmp_path: Path, method: str) -> None:
+    (tmp_path / "task.py").write_text(waiting(5))
+    topology = TOPOLOGY.format(kind="averaging", restarts=1, steps=STEPS).replace("groups = 3", "groups = 2\ngroup_size = 2")
+    topology = topology.replace("[observe]", f'every = 4\naveraging = {{ method = "{method}" }}\n[observe]')
+    (tmp_path / "trial.toml").write_text(topology)
+    with Launched(tmp_path, "trial.toml") as run:
+        roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 4)
+        run.wait_for(r"^step ")
+        kill(tmp_path, next(int(match[2]) for match in roles if match[1] == "worker/0"))
+        assert run.end() == 0, run
+        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+        assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/0"]
+        members = {event["rank"]: event["values"]["members"] for event in events if event["kind"] == "view"}
+        assert all(members[rank] == [f"worker/{rank}" for rank in range(4)] for rank in (1, 2, 3))
+        steps = [event for event in events if event["kind"] == "step"]
+        samples = [event["values"]["samples"] for event in steps if event["rank"] == 1]
+        assert (samples[0], samples[-1]) == (4, 4)
+        assert 8 in samples, "alone it trains the whole batch"
+        assert {event["values"]["samples"] for event in steps if event["rank"] in (2, 3)} == {4}
+        for rank in (1, 2, 3):
+            assert [event["step"] for event in steps if event["rank"] == rank] == list(range(STEPS))
+        assert run.json("summary.json")["eval"]["eval_loss"] < 1e-3
+
+
 @pytest.mark.parametrize("staleness", ["async", "sync"])
 def test_servers_go_on_without_the_first_worker_and_with_its_successor(tmp_path: Path, staleness: str) -> None:
     (tmp_path / "task.py").write_text(waiting(4))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulate import test_elastic, test_elastic_servers
+from tests.simulate import test_elastic, test_elastic_averages, test_elastic_servers
 from zmqtrain.data.division import length_of
 from zmqtrain.observe.account import SampleAccount, account_lines
 from zmqtrain.simulate.faults import Fault, kill, restart
@@ -21,11 +21,14 @@ class Truth:
     def __init__(self) -> None:
         self.takes: dict[tuple[str, int], int] = {}  # worker, step -> its samples
         self.summed: dict[int, int] = {}  # step -> samples
+        self.summed_by_groups: set[tuple[int, int]] = set()  # step, group of two
         self.batches: dict[tuple[str, int], int] = {}  # server, piece -> batches
 
     def hear(self, peer: str, what: str, values: Mapping[str, Any]) -> None:
         if what == "counted":
             self.summed[values["step"]] = sum(self.takes.get((peer, values["step"]), 0) for peer in values["members"])
+        elif what == "summed":
+            self.summed_by_groups.add((values["step"], int(peer.removeprefix("worker/")) // 2))
         elif what == "divides":
             self.takes[peer, values["step"]] = length_of(values["spans"])
         elif what == "applied":
@@ -94,6 +97,18 @@ def test_all_reduce_trains_every_sample_of_an_epoch(faults: list[Fault], more: s
     due = 2 * (60_000 // (2 * 3001)) * 2 * 3001
     assert sum(truth.summed.values()) == due
     assert found == {"due": due, "counted": due, "repeated": 0, "lost": 0, "why": None}
+
+
+def test_groups_of_several_that_average_train_each_batch_as_long_as_one_of_each_is_left() -> None:
+    topology = test_elastic_averages.topology()
+    due = test_elastic_averages.STEPS * 2 * 128
+    found, truth = account_of(topology, [kill("worker/1", step=8), kill("worker/2", step=12)])
+    assert len(truth.summed_by_groups) * 128 == due
+    assert found == {"due": due, "counted": due, "repeated": 0, "lost": 0, "why": None}
+    found, truth = account_of(topology, [kill("worker/2", step=8), kill("worker/3", step=12)])
+    assert found["lost"] == due - found["counted"] > 0
+    assert abs(found["counted"] - len(truth.summed_by_groups) * 128) <= 2 * 128  # the others may have begun a step by then
+    assert "belonged to workers that were lost" in found["why"]
 
 
 def test_the_line_says_what_counts_and_why_the_rest_does_not() -> None:

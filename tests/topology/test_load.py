@@ -102,6 +102,10 @@ def test_a_job_alone_suffices() -> None:
     assert (topology.exchange.kind, topology.servers) == ("allreduce", 0)
 
 
+#: Elastic groups of two workers; the exchange follows.
+PAIRS = "[job]\nelastic = true\n[compute]\ngroups = 2\ngroup_size = 2\n[exchange]\n"
+
+
 @pytest.mark.parametrize(("groups", "size", "kind"), [(1, 1, "allreduce"), (1, 2, "allreduce"), (2, 1, "model_server")])
 def test_the_exchange_by_default(groups: int, size: int, kind: str) -> None:
     assert parse_topology(f"[job]\n[compute]\ngroups = {groups}\ngroup_size = {size}\n").exchange.kind == kind
@@ -227,6 +231,9 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
             "a profile has only the sizes of layers",
         ),
         ('[job]\nelastic = true\n[exchange]\ncompression = "topk"\n', "job.elastic", 2, 'needs compression = "none"'),
+        (f"{PAIRS}kind = 'gossip'\n", "job.elastic", 2, "cannot continue without one of its workers"),
+        (f"{PAIRS}kind = 'averaging'\naveraging = {{ method = 'outer', deltas = 'int8' }}\n", "job.elastic", 2, "have deltas"),
+        (f"{PAIRS}kind = 'averaging'\n[data]\nshuffle = 'ring'\nring = 'tensors'\n", "job.elastic", 2, "have ring = "),
         ("[job]\n[exchange]\ncompression_rank = 65\n", "exchange.compression_rank", 3, "less than or equal to 64"),
         ("[job]\n[exchange]\ncompression_rank = 2\n", "exchange.compression_rank", 3, "for powersgd"),
         ("[job]\n[exchange]\nkind = 'gossip'\nevery = 2\n", "exchange.every", 4, "every is for averaging and allreduce"),

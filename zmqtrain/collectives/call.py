@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 from zmqtrain.collectives.group import Group
@@ -144,6 +144,28 @@ async def collective(group: Group, name: str, tag: Tag, priority: int = 0, *, to
         raise error from None
     finally:
         group.leave(limit)
+
+
+async def while_all_are_there(group: Group, work: Awaitable[None]) -> None:
+    """Wait for ``work``, which consists of collectives of some of the members, and counts only if all of ``group`` have done it.
+    Raises `PeerLostError` at once when any of them is lost: those who wait for that one are waited for by others in turn."""
+    limit = asyncio.timeout(None)
+
+    def look() -> None:
+        if group.lost is not None and not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time())
+
+    forget = group.endpoint.on_lost(lambda _peer, _reason: look())
+    try:
+        async with limit:
+            look()
+            await work
+    except TimeoutError:
+        if group.lost is None or not limit.expired():
+            raise
+        raise PeerLostError(group.lost.peer, group.lost.reason, waiting_for=f"the collectives of {group.name}") from None
+    finally:
+        forget()
 
 
 async def carry_out(call: Call, schedule: Schedule, payload: Payload, piece: int) -> None:

@@ -13,7 +13,7 @@ parts lack: first the former holder, then the neighbours of a lost one, which ha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -50,7 +50,9 @@ class RingLoader:
         contents: Contents,
         endpoint: Endpoint,
         *,
-        position: tuple[int, int] = (0, 1),
+        name: PeerId | None = None,
+        share: Callable[[int], tuple[int, int]] = lambda step: (0, 1),
+        ask: Callable[[], PeerId | None] = lambda: None,
         seed: tuple[int, ...] | None = None,
         survives: bool = False,
         late: bool = False,
@@ -61,19 +63,27 @@ class RingLoader:
     ) -> None:
         """
         Args:
-            position: this worker's part of its group's batch, and the number of parts, which are even.
+            name: the place on the ring, by default this worker's own.
+            share: this worker's part of its group's batch of a step, and the number of parts, which are even. May change only if
+                samples are not sent.
+            ask: whom a ``late`` worker asks for the ring; by default another one on it.
             seed: of what the dataset draws, with the step; the same for workers that have the same samples.
             survives: whether the others continue after the loss of a member.
             late: this worker joins a ring that is already running.
             travel: whether samples are sent; otherwise each batch is read from the dataset.
         """
         self._plan, self._contents, self._endpoint, self._seed = plan, contents, endpoint, seed
-        self._position, self._survives, self._late = position, survives, late
+        self._name, self._whom, self._share = name or endpoint.peer, ask, share
+        self._survives, self._late = survives, late
+        self._knows = not late  # which ring is in use
+        self._meanwhile: list[tuple[int, tuple[PeerId, ...]]] = []  # changes since it has asked for that
+        self._read_last: tuple[int, int] = -1, 0  # the last step, and its samples
         self._travel, self._thread, self._timeout_s, self._recorder = travel, thread, timeout_s, recorder
         self.ledger = Ledger()
         self._era: Ring | None = None
         self._reading: dict[int, asyncio.Future[Block]] = {}  # step -> the block that is being read for it
-        self._ahead: tuple[int, Ring, asyncio.Future[Block]] | None = None  # the next step's block, if samples are not sent
+        # The next step's block, if samples are not sent: of which step, ring and share.
+        self._ahead: tuple[int, Ring, tuple[int, int], asyncio.Future[Block]] | None = None
         self._blocks: dict[int, Block] = {}  # step -> its block
         self._used: dict[int, Block] = {}  # step -> its block, as a copy
         self._upto = 0  # blocks of all steps before this one have arrived
@@ -92,6 +102,8 @@ class RingLoader:
             self._plan.begin(Ring((nothing,) * len(members), 1, step), members)
         else:
             self._plan.change(step, members)
+            if not self._knows:
+                self._meanwhile.append((step, members))
 
     def group_samples(self, step: int, *, mean: bool) -> float:
         """Samples of this worker's group in a step or, with ``mean``, the average over all groups."""
@@ -155,12 +167,15 @@ class RingLoader:
             await self._take_parts(step)
         ring, _ = self._plan.at(step)
         ahead, self._ahead = self._ahead, None
-        # It may have been read for another ring, before the change of the members was known.
-        block = await (ahead[2] if ahead is not None and ahead[:2] == (step, ring) else self._submit(step))
+        # It may have been read for another ring, or another share, before the change of the members was known.
+        known = ahead is not None and ahead[:3] == (step, ring, self._share(step))
+        block = await (ahead[3] if ahead is not None and known else self._submit(step))
         following, _ = self._plan.at(step + 1)
-        self._ahead = (step + 1, following, self._submit(step + 1))
-        self.ledger.trained += len(block.ids)
-        self.ledger.held = len(self._plan.indices(step, self._endpoint.peer))
+        self._ahead = (step + 1, following, self._share(step + 1), self._submit(step + 1))
+        before, samples = self._read_last
+        self.ledger.trained += len(block.ids) - (samples if before == step else 0)  # the same step again, if it was given up
+        self._read_last = step, len(block.ids)
+        self.ledger.held = len(self._plan.indices(step, self._name))
         return block
 
     def _submit(self, step: int) -> asyncio.Future[Block]:
@@ -187,7 +202,7 @@ class RingLoader:
     def _own(self, ring: Ring, step: int, place: int) -> Indices:
         """This worker's share of its group's batch."""
         ids = ring.indices(step, place)
-        index, size = self._position
+        index, size = self._share(step)
         return ids[slice(*even_bounds(len(ids), size, index))]
 
     async def _waited(self, step: int) -> Block:
@@ -252,7 +267,7 @@ class RingLoader:
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     def _place(self, members: Sequence[PeerId]) -> int:
-        return members.index(self._endpoint.peer)
+        return members.index(self._name)
 
     # A change of the members.
 
@@ -351,7 +366,7 @@ class RingLoader:
     async def _take_parts(self, step: int) -> None:
         """Learn from a neighbour which ring is in use."""
         _, members = self._plan.at(step)
-        neighbour = next(peer for peer in members if peer != self._endpoint.peer)
+        neighbour = self._whom() or next(peer for peer in members if peer != self._endpoint.peer)
         answer = await self._endpoint.request(neighbour, _PARTS, step, timeout=self._timeout_s)
         parts = []
         async with in_time(neighbour, "the parts of the sample ring", self._timeout_s):
@@ -359,15 +374,24 @@ class RingLoader:
                 payload = await self._endpoint.receive(neighbour, ("ring parts", step, part))
                 assert isinstance(payload, TensorPayload)
                 parts.append(payload.numpy().copy())
-        if not isinstance(answer.meta, int):
-            raise ProtocolError(f"{neighbour} answered {_PARTS} with {answer.meta!r:.60}")
-        self._plan.begin(Ring(tuple(parts), answer.meta, step), members)
+        match answer.meta:
+            case [int(batch_size), int(since)]:
+                self._plan.begin(Ring(tuple(parts), batch_size, since), members)
+            case _:
+                raise ProtocolError(f"{neighbour} answered {_PARTS} with {answer.meta!r:.60}")
+        for since, others in self._meanwhile:
+            self._plan.change(since, others)
+        self._knows = True
+        self._changed.set()
 
     async def _on_parts(self, caller: PeerId, step: Value) -> Value:
         if not isinstance(step, int):
             raise ProtocolError(f"{caller} sent a malformed request for the parts of the ring")
+        while not self._knows:  # it asks for that itself; whoever asks has a time-out
+            self._changed.clear()
+            await self._changed.wait()
         ring, _ = self._plan.at(step)
         payloads: list[Payload] = [TensorPayload.of(part) for part in ring.parts]
         for part, payload in enumerate(payloads):
             await self._endpoint.send(caller, ("ring parts", step, part), payload)
-        return ring.batch_size
+        return [ring.batch_size, ring.since]

@@ -189,7 +189,8 @@ class Core:
             for fabric in self._fabrics:
                 replica.also_abort(fabric.abort)
         if topology.elastic and not self.members.survives:
-            why = "with model servers, a script's own loop does not train what a lost worker has left"
+            what = "with model servers" if served else "with groups of several workers"
+            why = f"{what}, a script's own loop does not train what a lost worker has left"
             if topology.asks_elastic:
                 raise UsageError(f"{why}: remove {ASKING}")
             await self.context.membership.need_all(why)

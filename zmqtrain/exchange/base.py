@@ -195,13 +195,15 @@ class Exchange(Protocol):
     synchronous                         all                loop                         who evaluates and who stops together
     averaged, model                     all                loop, sessions, checkpoints  what is evaluated and kept
     exchanges                           allreduce          loop, sessions, checkpoints  steps whose gradients are only accumulated
-    repeats                             model_server       loop                         steps that are given up
+    repeats                             model_server,      loop                         steps that are given up
+                                        averaging
     may_begin                           allreduce          loop                         what lost workers have left at the end
     keep                                model_server       loop                         the servers' parts of a checkpoint
     read                                model_server       loop, sessions               the run's model, if servers have it
     leave                               model_server       loop, sessions               workers that have no more data
     staleness                           model_server       loop, sessions               the record
     center                              averaging          checkpoints                  the run's model, if it is the center
+    weight                              averaging          checkpoints                  the run's model, if it is a mean
     state_dict, load_state_dict         gossip, averaging  checkpoints                  the exchange's own state
     ==================================  =================  ===========================  ============================================
 
@@ -270,6 +272,10 @@ class Exchange(Protocol):
 
     def center(self, bucket: Bucket) -> Payload:
         """With `RunModel.CENTER`: this worker's part of the bucket's center, among its `Bucket.sharers` in the group. Read-only."""
+        ...
+
+    def weight(self, group: Group) -> float | None:
+        """With `RunModel.MEAN`: the weight of this worker's parameters in the mean over ``group``; ``None``: all have the same."""
         ...
 
     async def require_alike(self, group: Group, tag: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zmqtrain.collectives.group import Group
 from zmqtrain.exchange.compressed_sums import CompressedSums
 from zmqtrain.exchange.elastic import ElasticMembers
-from zmqtrain.exchange.elastic_sums import ElasticSums
+from zmqtrain.exchange.elastic_sums import ElasticSums, GroupSums
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.row_sums import RowSums
 from zmqtrain.exchange.sums import HostSums, NetworkSums, Sums
@@ -86,6 +86,9 @@ class ExchangeContext:
 
     def sums_of_group(self, group: Group, *, in_place: bool) -> Sums:
         """Sums over `own_group`. ``in_place``: nothing changes them afterwards."""
+        if isinstance(self.members, ElasticMembers) and self.members.splits:
+            worker = self.worker
+            return GroupSums(worker.endpoint, self.members, group, timeouts=worker.timeouts, recorder=worker.recorder)
         return self._sums(group, self.worker.role.group + 1, scale=1.0, in_place=in_place)
 
     def _sums(self, group: Group, number: int, *, scale: float, in_place: bool) -> Sums:

@@ -14,7 +14,7 @@ planned, without the lost members::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,9 @@ from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
+
+#: Members agree on numbers of at most 64 bits, so on so many workers at once.
+RANKS_AT_ONCE = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Decision:
 
 
 class Commits(Protocol):
-    """Something that completes steps on all members or on none."""
+    """Something that completes steps on all members or on none; on all of a group, if groups train apart."""
 
     def hold(self) -> int:
         """Complete no step from now on, until the next `decide`. Returns the newest that is complete here; -1 for none."""
@@ -82,6 +85,7 @@ class ElasticMembers:
         every: int = 1,
         spares: int = 0,
         groups: Sequence[Sequence[PeerId]] = (),
+        apart: Sequence[Sequence[PeerId]] = (),
         repeats: bool = False,
     ) -> None:
         """
@@ -92,9 +96,14 @@ class ElasticMembers:
             every: their gradients are summed in the last of so many steps.
             spares: how many of the workers, the last ones, may come later.
             groups: those that form teams, if groups of several workers train batches of their own (`zmqtrain.data.teams`).
+            apart: all groups, if these have several workers and models of their own: a group's steps count on all of it or on none.
             repeats: a group that has lost a worker trains the step once more that it had under way.
         """
         self.repeats = repeats
+        self.splits = bool(groups or apart)
+        self._apart = [tuple(group) for group in apart]
+        self._own = next((group for group in self._apart if endpoint.peer in group), ())
+        self._sources: dict[Life, Life] = {}
         self._divided, self._usual, self._every = divided, usual, every
         self.divides = divided is not None
         self.late = membership.late
@@ -106,6 +115,7 @@ class ElasticMembers:
         late = {peer: here.get(peer, mine) for peer in workers if peer in here or peer == endpoint.peer}
         first = late if membership.late else {peer: here.get(peer, 0) for peer in workers[: len(workers) - spares]}
         self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # first step; members and their incarnations
+        self._knows = not membership.late  # who trained before
         self._name: PeerId = next((group[0] for group in groups if endpoint.peer in group), endpoint.peer)  # of the group
         self._teams: list[TeamsChange] = []
         self._firsts: dict[Life, int] = {}  # the first step of each team that there ever was
@@ -164,7 +174,21 @@ class ElasticMembers:
     def first_step(self, team: Team) -> int:
         return self._firsts[team.unit]
 
+    @property
+    def changed(self) -> object:
+        return self._plans[-1]
+
+    def present(self, step: int) -> tuple[PeerId, ...]:
+        planned, living = self._plan(step)[1], self._plans[-1][1]
+        return tuple(peer for peer in self._own if peer in planned and living.get(peer) == planned[peer])
+
+    def source(self, life: Life) -> Life | None:
+        return self._sources.get(life)
+
     def share(self, step: int) -> tuple[int, int]:
+        if self._own:
+            there = self.present(step)
+            return (there.index(self._endpoint.peer), len(there)) if self._endpoint.peer in there else (0, 1)
         for change in reversed(self._teams):
             team = next((team for team in change.teams if team.name == self._name), None)
             if team is not None and self._firsts[team.unit] <= step and self._life in team.members:
@@ -214,9 +238,10 @@ class ElasticMembers:
         """The process of ``peer`` that trains ``step``."""
         return peer, self._plan(step)[1][peer]
 
-    def joins(self, step: int) -> bool:
+    def joins(self, step: int, *, among: Collection[PeerId] | None = None) -> bool:
         before = self._plan(max(0, step - 1))[1]
-        return any(before.get(peer) != process for peer, process in self._plan(step)[1].items())
+        there = self._plan(step)[1].items()
+        return any(before.get(peer) != process for peer, process in there if among is None or peer in among)
 
     def there(self, peer: PeerId, step: int) -> bool:
         member = self._membership.view.members.get(peer)
@@ -307,15 +332,21 @@ class ElasticMembers:
             await self._newer(view, {}, (), error)
             return None
 
-    async def together(self, name: str, step: int, run: Callable[[Group], Awaitable[T]]) -> T:
+    async def together(
+        self, name: str, step: int, run: Callable[[Group], Awaitable[T]], *, among: Collection[PeerId] | None = None
+    ) -> T:
         since, planned = self._plan(max(0, step - 1))
+        of = "members"
+        if among is not None:
+            planned = {peer: process for peer, process in planned.items() if peer in among}
+            of = f"members/{name}"
         while True:
             view = self._membership.view
             here = self._living(view)
             # A worker that was lost and came back counts as another one: it joins at a later step.
             members = tuple(peer for peer, process in planned.items() if here.get(peer) == process)
             try:
-                result = await run(self._groups.of(members, f"members/{since}/{len(planned) - len(members)}"))
+                result = await run(self._groups.of(members, f"{of}/{since}/{len(planned) - len(members)}"))
                 # Some members may have finished before the others noticed a loss: a result counts only if all have finished.
                 await self._all_have_finished(name, view, members, planned)
             except PeerLostError as error:
@@ -392,6 +423,8 @@ class ElasticMembers:
             try:
                 newest = await membership.agree("members", self._begun, tuple(living), version=view.version)
                 decision = await self._what_counts(view, living)
+                if self._apart:
+                    sources = await self._find_sources(view, living)
             except (PeerLostError, ViewChangedError) as error:
                 await self._newer(view, {}, (), error)
                 continue
@@ -399,6 +432,8 @@ class ElasticMembers:
             if self._prepare is not None:
                 step = await self._prepare(step, living, view.version)
             self._plans.append((step, living))
+            if self._apart:
+                self._knows, self._sources = True, {**self._sources, **sources}
             self._changes_agreed = view.changes
             self._complete.append(decision.newest)
             self._versions.append(decision.version)
@@ -419,8 +454,12 @@ class ElasticMembers:
     async def _what_counts(self, view: View, living: Mapping[PeerId, int]) -> Decision:
         """Agree on the newest step that counts. Without losses in the meantime, everybody gets the same answer."""
 
+        those, of = tuple(living), ""
+        if self._apart:
+            those, of = tuple(peer for peer in self._own if peer in living), f"/{self._own[0]}"
+
         async def agree(what: str, value: int) -> int:
-            return await self._membership.agree(f"members/{what}", value, tuple(living), version=view.version)
+            return await self._membership.agree(f"members/{what}{of}", value, those, version=view.version)
 
         own = -1 if self._commits is None else self._commits.hold()
         newest = await agree("complete", own)
@@ -430,6 +469,25 @@ class ElasticMembers:
         lack = await agree("lack", int(self.took_part(newest) and own < newest))
         holder = await agree("holder", self._workers.index(me) if own == newest else -1)
         return Decision(view.version, living, newest, self._workers[holder], lack=bool(lack))
+
+    async def _find_sources(self, view: View, living: Mapping[PeerId, int]) -> dict[Life, Life]:
+        """Whose state those begin with that come: one of their group, if any of it was there before, since its model is its own.
+        All agree on that; and what groups have agreed on among themselves counts if all have come this far."""
+        before = self._plans[-1][1] if self._knows else {}
+        there: set[PeerId] = set()
+        for start in range(0, len(self._workers), RANKS_AT_ONCE):
+            ranks = [(n, peer) for n, peer in enumerate(self._workers[start : start + RANKS_AT_ONCE])]
+            own = sum(1 << n for n, peer in ranks if peer in living and before.get(peer) == living[peer])
+            all_know = await self._membership.agree(f"members/there/{start}", own, tuple(living), version=view.version)
+            there |= {peer for n, peer in ranks if all_know >> n & 1}
+        found = {}
+        for group in self._apart:
+            nearest = (*group, *nearest_first(self._workers, group[0]))
+            source = next((peer for peer in nearest if peer in there), None)
+            for peer in group:
+                if source is not None and peer in living and peer not in there:
+                    found[peer, living[peer]] = (source, living[source])
+        return found
 
     async def _newer(
         self, view: View, planned: Mapping[PeerId, int], members: tuple[PeerId, ...], error: ConnectivityError

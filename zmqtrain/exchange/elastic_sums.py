@@ -50,6 +50,8 @@ class _Step:
     samples: asyncio.Future[int] | None = None
     """How many samples the sums are over."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    given_up: bool = False
+    """It counts nowhere, and what is still handed over belongs to nothing."""
 
 
 class ElasticSums:
@@ -99,6 +101,8 @@ class ElasticSums:
             assert now is None or now.done.is_set(), f"step {step} begins before the sums of {now.step} are complete"
             now = self._now = self._step(step)
             self._turn = 1 - self._turn
+        if now.given_up:
+            return
         now.buckets[bucket.index] = bucket
         self._attempt(now, bucket)
         await now.done.wait()
@@ -155,11 +159,11 @@ class ElasticSums:
         try:
             await self._arithmetic.do(partial(work.copy_, bucket.gradients), work)
             await all_reduce(group, work, ("gradients", now.step, index), priority=index)
-            if now.samples is None:
-                now.samples = asyncio.ensure_future(self._samples(now, group))
-            samples = await asyncio.shield(now.samples)
-            await self._arithmetic.do(partial(work.scale_, self._batch / samples), work)
+            await self._scale(now, group, work)
         except PeerLostError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # by a decision, at the same moment
+                return
             await asyncio.sleep(self._timeouts.lost_s + self._timeouts.request_s)  # a decision cancels this
             self._fail(error)
         except asyncio.CancelledError:
@@ -169,6 +173,12 @@ class ElasticSums:
         else:
             now.complete.add(index)
             await self._maybe_complete(now)
+
+    async def _scale(self, now: _Step, group: Group, work: Payload) -> None:
+        if now.samples is None:
+            now.samples = asyncio.ensure_future(self._samples(now, group))
+        samples = await asyncio.shield(now.samples)
+        await self._arithmetic.do(partial(work.scale_, self._batch / samples), work)
 
     async def _samples(self, now: _Step, group: Group) -> int:
         """How many samples the sum is over. A worker that joined in the middle of a window has fewer than others, and only itself
@@ -187,6 +197,10 @@ class ElasticSums:
         """If all sums of the step are there, they count, unless the members are about to decide otherwise."""
         if self._holds != self._released or now.done.is_set() or len(now.complete) < self._buckets:
             return
+        self._say_counted(now)
+        await self._complete(now)
+
+    def _say_counted(self, now: _Step) -> None:
         self._recorder.audit("counted", step=now.step, members=list(now.members))
         assert now.samples is not None, "all sums are complete"
         division = self._members.division
@@ -195,7 +209,6 @@ class ElasticSums:
         if len(now.members) != len(self._members.at(now.step)) or now.samples.result() != usual:
             samples = now.samples.result()
             self._recorder.event("counted", step=now.step, members=list(now.members), samples=samples)
-        await self._complete(now)
 
     async def _complete(self, now: _Step) -> None:
         self._newest, self._last = now.step, now
@@ -231,6 +244,10 @@ class ElasticSums:
             await self._maybe_complete(now)
             return
         await self._take_back(now)
+        self._go_on(now, members, group)
+
+    def _go_on(self, now: _Step, members: tuple[PeerId, ...], group: Group) -> None:
+        """These are left of a step that nobody has completed."""
         now.members, now.group = members, group
         for bucket in now.buckets.values():
             self._attempt(now, bucket)
@@ -277,3 +294,44 @@ class ElasticSums:
 def _sums_of(now: _Step) -> list[asyncio.Future[Any]]:
     """The sums of a step that have begun."""
     return [*now.attempts.values(), *([] if now.samples is None else [now.samples])]
+
+
+class GroupSums(ElasticSums):
+    """Sums over one of several groups that train apart, of which workers may be lost: a step that none of the others has completed
+    is given up by all of them, and they divide its batch anew. So each batch is trained once, and nothing of it is left to others.
+
+    Call `begin` before the first bucket of each step."""
+
+    def __init__(
+        self, endpoint: Endpoint, members: ElasticMembers, group: Group, *, timeouts: Timeouts, recorder: Recorder
+    ) -> None:
+        """``group``: all workers of the group."""
+        super().__init__(endpoint, members, group, every=1, batch=1, timeouts=timeouts, recorder=recorder)
+
+    def begin(self, step: int) -> None:
+        """The batch of ``step`` is about to be divided among those that are there now."""
+        now = self._now
+        assert now is None or now.done.is_set(), f"step {step} begins before that of {now.step} has ended"
+        if now is None or not now.given_up:  # otherwise it is the same one again
+            self._turn = 1 - self._turn
+        self._now = self._step(step)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the step that was begun last counts nowhere."""
+        return self._now is not None and self._now.given_up
+
+    def _group_at(self, step: int) -> tuple[tuple[PeerId, ...], Group]:
+        members = self._members.present(step)
+        name = f"{self.group.name}/{self._members.since(step)}/{self.group.size - len(members)}"
+        return members, self._groups.of(members, name)
+
+    async def _scale(self, now: _Step, group: Group, work: Payload) -> None:
+        """The parts of a group's batch are weighted by their samples."""
+
+    def _say_counted(self, now: _Step) -> None:
+        self._recorder.audit("summed", step=now.step, members=list(now.members))
+
+    def _go_on(self, now: _Step, members: tuple[PeerId, ...], group: Group) -> None:
+        now.given_up = True
+        now.done.set()

@@ -11,18 +11,21 @@ from zmqtrain.exchange.gossip.exchange import GossipExchange
 from zmqtrain.exchange.members import FixedMembers, Members
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.topology.schema import Topology
 
 
 def make_members(context: RoleContext, *, script: bool = False) -> Members:
     """The workers that take part in the training. ``script``: in a loop of the user's own, which does not train what others have
     left."""
     workers = tuple(worker.peer for worker in context.placement.everyone)
-    elastic = context.topology.elastic and not (script and context.topology.exchange.kind == "model_server")
+    elastic = context.topology.elastic and not (script and leaves_work(context.topology))
     if elastic and context.membership is not None:
         exchange, placement = context.topology.exchange, context.placement
         groups = placement.groups
         keeps = context.topology.job.on_resize == "keep"
-        teams = exchange.kind == "model_server" and placement.group_size > 1
+        several = placement.group_size > 1
+        teams, apart = several and exchange.kind == "model_server", several and exchange.kind == "averaging"
+        all_groups = [placement.group_members(group) for group in range(groups)]
         return ElasticMembers(
             context.endpoint,
             context.membership,
@@ -33,10 +36,17 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
             usual=None if keeps else context.topology.compute.workers,
             every=exchange.every_steps(groups),
             spares=len(placement.spares),
-            groups=[placement.group_members(group) for group in range(groups)] if teams else (),
-            repeats=teams and exchange.policy == "sync",
+            groups=all_groups if teams else (),
+            apart=all_groups if apart else (),
+            repeats=apart or (teams and exchange.policy == "sync"),
         )
     return FixedMembers(context.endpoint, workers, timeout_s=context.timeouts.barrier_s)
+
+
+def leaves_work(topology: Topology) -> bool:
+    """Whether, in an elastic run, others train what a lost worker has left: a script's own loop does not."""
+    kind = topology.exchange.kind
+    return kind == "model_server" or (kind == "averaging" and topology.compute.group_size > 1)
 
 
 def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool = False, script: bool = False) -> Exchange:

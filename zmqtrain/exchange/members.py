@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.data.division import Division, Span
-from zmqtrain.data.slots import Slot, SlotPlan
+from zmqtrain.data.slots import Life, Slot, SlotPlan
 from zmqtrain.data.teams import Change as TeamsChange
 from zmqtrain.data.teams import Team
 from zmqtrain.net.endpoint import Endpoint, PeerId
@@ -36,6 +36,8 @@ class Members(Protocol):
     """After how many steps, and after how many slots, training ends, as far as the job says so. Set before an exchange begins."""
     repeats: bool
     """Whether a group that has lost a worker trains the step once more that it had under way. Its others wait for that."""
+    splits: bool
+    """Whether groups have several workers of which some may be lost, and the others go on."""
     divides: bool
     """Whether all workers train in step, and divide the samples of each step anew whenever the members change: by `division`."""
     division: Division | None
@@ -74,6 +76,20 @@ class Members(Protocol):
         """The step with which one of the `teams` began."""
         ...
 
+    @property
+    def changed(self) -> object:
+        """Another object after each change of the members."""
+        ...
+
+    def present(self, step: int) -> tuple[PeerId, ...]:
+        """Those of this worker's group, if groups have several workers and models of their own, that train ``step``, as far as is
+        known now. May be called in any thread."""
+        ...
+
+    def source(self, life: Life) -> Life | None:
+        """With whose state this process begins, or has begun, if it has come to such groups later."""
+        ...
+
     def share(self, step: int) -> tuple[int, int]:
         """This worker's place among those that divide the samples of its batch at ``step``, and their number. May be called in any
         thread."""
@@ -94,8 +110,9 @@ class Members(Protocol):
         """What this worker trains at ``step``, if there is a `division`. May be called in any thread."""
         ...
 
-    def joins(self, step: int) -> bool:
-        """Whether any worker takes part from ``step`` on. Only to be asked once it is known who trains that step."""
+    def joins(self, step: int, *, among: Collection[PeerId] | None = None) -> bool:
+        """Whether any worker (``among`` these) takes part from ``step`` on. Only to be asked once it is known who trains that
+        step."""
         ...
 
     def there(self, peer: PeerId, step: int) -> bool:
@@ -146,8 +163,11 @@ class Members(Protocol):
         """Call ``change(step, members)`` whenever it becomes known that other workers train from ``step`` on, before that step may
         begin."""
 
-    async def together(self, name: str, step: int, run: Callable[[Group], Awaitable[T]]) -> T:
-        """Run a collective of all workers that trained the step before ``step`` and are still present; all of them call it.
+    async def together(
+        self, name: str, step: int, run: Callable[[Group], Awaitable[T]], *, among: Collection[PeerId] | None = None
+    ) -> T:
+        """Run a collective of all workers (of those ``among`` these) that trained the step before ``step`` and are still present;
+        all of them call it.
 
         If one is lost in the meantime, ``run`` is called again from the start, with a smaller group. ``name`` must differ in each
         call, and so must the tags of its collectives."""
@@ -165,6 +185,7 @@ class FixedMembers:
     slots: SlotPlan | None = None
     limits: tuple[int | None, int | None] = (None, None)
     repeats = False
+    splits = False
     divides = False
     division: Division | None = None
 
@@ -197,6 +218,16 @@ class FixedMembers:
     def first_step(self, team: Team) -> int:
         raise AssertionError("fixed members form no teams")
 
+    @property
+    def changed(self) -> object:
+        return None
+
+    def present(self, step: int) -> tuple[PeerId, ...]:
+        return ()
+
+    def source(self, life: Life) -> Life | None:
+        return None
+
     def share(self, step: int) -> tuple[int, int]:
         raise AssertionError("fixed members take the samples that follow from the step")
 
@@ -212,7 +243,7 @@ class FixedMembers:
     def spans(self, step: int) -> tuple[Span, ...]:
         raise AssertionError("fixed members take the samples that follow from the step")
 
-    def joins(self, step: int) -> bool:
+    def joins(self, step: int, *, among: Collection[PeerId] | None = None) -> bool:
         return False
 
     def there(self, peer: PeerId, step: int) -> bool:
@@ -252,7 +283,10 @@ class FixedMembers:
     def on_change(self, change: Change) -> None:
         return None
 
-    async def together(self, name: str, step: int, run: Callable[[Group], Awaitable[T]]) -> T:
+    async def together(
+        self, name: str, step: int, run: Callable[[Group], Awaitable[T]], *, among: Collection[PeerId] | None = None
+    ) -> T:
+        assert among is None, "fixed members do all of it together"
         if self._group is None:
             self._group = group_of(self._endpoint, self._members, "members", self._timeout_s)
         return await run(self._group)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from zmqtrain.collectives.group import Group, bounds
-from zmqtrain.collectives.operations import all_gather, all_reduce, broadcast, reduce_scatter
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
 from zmqtrain.collectives.unreached import Cuts
 from zmqtrain.data.teams import Team, owner_of
 from zmqtrain.errors import CheckpointError, PeerLostError, ProtocolError, UsageError
@@ -49,9 +49,10 @@ from zmqtrain.exchange.server_messages import (
 from zmqtrain.exchange.server_reads import ServerReads
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.exchange.server_start import PiecesOfCheckpoint, configuration_of, numbers_of, send_initial
+from zmqtrain.exchange.team_parts import gather_parts
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.membership.client import Membership
-from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.elastic import ASKING
 from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.payload import Payload, Value
@@ -349,6 +350,9 @@ class ModelServerExchange:
     def center(self, bucket: Bucket) -> Payload:
         raise AssertionError("model servers have no center")
 
+    def weight(self, group: Group) -> float | None:
+        raise AssertionError("the run's model is the servers'")
+
     async def require_alike(self, group: Group, tag: str) -> None:
         return None
 
@@ -467,20 +471,12 @@ class ModelServerExchange:
         if group.size > 1:
             with recorder.span(f"all_gather {name}", "receive", step=step):
                 tag = ("parameters", bucket.index, step)
-                await (all_gather if turn.whole else self._gather_parts)(group, bucket.parameters, tag, priority=bucket.index)
+                if turn.whole:
+                    await all_gather(group, bucket.parameters, tag, priority=bucket.index)
+                else:
+                    size = len(self._settings.groups[self._settings.group])
+                    await gather_parts(group, bucket.parameters, tag, size=size, priority=bucket.index)
         self._replica.parameters_ready(bucket)
-
-    async def _gather_parts(self, team: Group, parameters: Payload, tag: Tag, *, priority: int) -> None:
-        """As `all_gather`, if some of the team have the parts of others, who are lost."""
-        size = len(self._settings.groups[self._settings.group])
-        parts = enumerate(bounds(parameters.numel, size))
-        await together(
-            *(
-                broadcast(team, parameters.part(start, stop), (*tag, position), root=position % team.size, priority=priority)
-                for position, (start, stop) in parts
-                if start < stop
-            )
-        )
 
     async def _exchange_piece(
         self,

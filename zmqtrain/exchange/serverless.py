@@ -37,6 +37,9 @@ class Serverless:
     def center(self, bucket: Bucket) -> Payload:
         raise AssertionError("only elastic averaging has a center")
 
+    def weight(self, group: Group) -> float | None:
+        return None
+
     async def require_alike(self, group: Group, tag: str) -> None:
         return None
 

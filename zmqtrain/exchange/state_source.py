@@ -146,6 +146,16 @@ class NeighboursState:
         self._first = await self._members.join()
         return self._first
 
+    async def join_group(self) -> int:
+        """As `join`, in one of several groups that have models of their own: all agree on whose state it is (`Members.source`), and
+        that one gives it without being asked. Raises `PeerLostError` if nobody can give one."""
+        self._first = await self._members.join()
+        source = self._members.source((self._endpoint.peer, self._members.own_incarnation))
+        if source is None:
+            raise PeerLostError("the other workers", "there is none that trains", waiting_for="the state of one of them")
+        self.source, self._process = source
+        return self._first
+
     async def _find(self, *, wait: bool) -> None:
         """Set `source` to the first one that will give its state, if there is one."""
         own = self._members.own_incarnation

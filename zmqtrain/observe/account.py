@@ -31,7 +31,7 @@ class SampleAccount:
         self._planned: int | None = None
         self._steps = 0
         self._trained = 0
-        self._views: dict[int, tuple[int, int]] = {}  # version -> its first step, and the number of members
+        self._views: dict[int, tuple[int, tuple[str, ...]]] = {}  # version -> its first step, and the members
         self._counted: dict[int, int] = {}  # step of an exchange -> the number of samples that count in it, if it is not the usual
         self._served: dict[str, tuple[int, int]] = {}  # server -> the fewest and the most batches in one of its pieces
 
@@ -48,7 +48,7 @@ class SampleAccount:
         elif kind == "start":
             self._begin(event["step"] or 0, values)
         elif kind == "view" and values.get("version") is not None:
-            self._views[int(values["version"])] = int(event["step"]), len(values["members"])
+            self._views[int(values["version"])] = int(event["step"]), tuple(values["members"])
         elif kind == "counted":
             self._counted[int(event["step"])] = int(values["samples"])
         elif kind == "server" and values.get("batches") is not None:
@@ -102,7 +102,7 @@ class SampleAccount:
                 due = sum(usual.values())
             counted = min(due, sum(self._counted.get(step, size) for step, size in usual.items()))
         elif topology.elastic:
-            counted = batch * sum(self._members(step, groups) for step in range(self._first, until))
+            counted = batch * sum(self._groups(step, topology) for step in range(self._first, until))
         due, counted = due + self._earlier, counted + self._earlier
         lost, repeated = max(0, due - counted), max(0, counted - due)
         why = self._why(topology, lost, whole=whole, done=done) if lost else None
@@ -114,12 +114,22 @@ class SampleAccount:
         keeps = topology.job.on_resize == "keep"
         return batch if keeps else in_proportion(batch, self._members(step, workers), workers)
 
-    def _members(self, step: int, groups: int) -> int:
-        """How many workers train a step."""
+    def _members(self, step: int, workers: int) -> int:
+        """How many workers train a step, if so many do unless some are lost or come."""
+        there = self._there(step)
+        return workers if there is None else len(there)
+
+    def _groups(self, step: int, topology: Topology) -> int:
+        """How many groups train a step, each a batch of its own, whoever of it is there."""
+        there, size = self._there(step), topology.compute.group_size
+        return topology.compute.groups if there is None else len({int(peer.rpartition("/")[2]) // size for peer in there})
+
+    def _there(self, step: int) -> tuple[str, ...] | None:
+        """The workers that train a step; ``None``: those with which the run began."""
         for _, (since, members) in sorted(self._views.items(), reverse=True):
             if since <= step:
                 return members
-        return groups
+        return None
 
     def _why(self, topology: Topology, lost: int, *, whole: bool, done: bool) -> str:
         if not done:

@@ -126,6 +126,11 @@ class Auditor:
             self._ledger.joined(peer, int(cast(int, values["step"])), str(values["source"]))
         elif what == "divides":
             self._ledger.takes(peer, int(cast(int, values["step"])), cast(Sequence[Span], values["spans"]))
+        elif what == "combines":
+            bucket, own = int(cast(int, values["bucket"])), cast(Payload, values["own"])
+            self._ledger.combines(peer, int(cast(int, values["step"])), bucket, own)
+        elif what == "summed":
+            self._ledger.summed(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
         elif what == "counted":
             self._ledger.counted(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
         elif what == "model":
@@ -318,7 +323,8 @@ class Auditor:
         until = job.steps if self.stopped_at is None else self.stopped_at
         if until is not None:
             stayed = {worker.peer for worker in self._placement.workers if worker.peer not in self._lost}
-            if self._slots is not None:  # a team that has lost one gives up its step, and begins again where all know
+            if self._topology.elastic and (self._slots is not None or self._topology.compute.group_size > 1):
+                # A team that has lost one gives up its step, and begins again where all know.
                 hit = {self._placement.role(peer).group for peer in self._lost if peer.startswith("worker/")}
                 stayed = {peer for peer in stayed if self._placement.role(peer).group not in hit}
             missing = (until - self._first) * len(stayed)

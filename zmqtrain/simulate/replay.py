@@ -18,6 +18,8 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.memory import Numbers, gradient, gradient_factor, gradient_of_samples, small_numel
+from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.tensor import TensorPayload
 
 
 class Ledger:
@@ -29,6 +31,8 @@ class Ledger:
         self._stated: dict[int, dict[PeerId, tuple[PeerId, ...]]] = {}
         self._counted: dict[int, tuple[PeerId, ...]] = {}
         self._begun: dict[int, set[PeerId]] = {}
+        self._summed: dict[tuple[int, int], dict[PeerId, tuple[PeerId, ...]]] = {}  # step, group -> what its workers say
+        self._combined: dict[tuple[int, int], dict[tuple[PeerId, int], Numbers]] = {}  # step, group -> worker, bucket -> its own
         self._joined: dict[tuple[PeerId, int], PeerId] = {}  # a worker's first step -> whose state it began with
         self._takes: dict[tuple[PeerId, int], Sequence[Span]] = {}  # all-reduce: worker, step -> its samples
         self._mixed: dict[int, dict[PeerId, dict[int, tuple[PeerId, ...]]]] = {}  # gossip: step -> worker -> bucket -> sources
@@ -45,6 +49,16 @@ class Ledger:
     def counted(self, peer: PeerId, step: int, members: Sequence[PeerId]) -> None:
         """For ``peer``, the exchange of ``step`` was over ``members``."""
         self._stated.setdefault(step, {})[peer] = tuple(members)
+
+    def summed(self, peer: PeerId, step: int, members: Sequence[PeerId]) -> None:
+        """For ``peer``, its group's step is over the gradients of these of its workers."""
+        group = self._placement.role(peer).group
+        self._summed.setdefault((step, group), {})[peer] = tuple(members)
+
+    def combines(self, peer: PeerId, step: int, bucket: int, own: Payload) -> None:
+        """What the worker has of a bucket, of what is averaged after this step: all workers of a group have the same."""
+        if isinstance(own, TensorPayload):
+            self._combined.setdefault((step, self._placement.role(peer).group), {})[peer, bucket] = own.numpy().copy()
 
     def began(self, peer: PeerId, step: int) -> None:
         """The worker has begun a step."""
@@ -74,7 +88,9 @@ class Ledger:
         exchange = self._topology.exchange
         averaging = exchange.averaging
         at_once = averaging.deltas == "float32" and averaging.fragments == 1 and averaging.overlap_steps == 0
-        if exchange.kind == "averaging" and at_once:
+        if exchange.kind == "averaging" and self._topology.compute.group_size > 1:
+            yield from self._wrong_averages_of_groups(at_once=at_once)
+        elif exchange.kind == "averaging" and at_once:
             yield from self._wrong_averages()
         elif exchange.kind == "gossip" and exchange.gossip.exchange == "weights":
             yield from self._wrong_mixtures()
@@ -142,6 +158,41 @@ class Ledger:
                 run.combine(self._counted[step])
         yield from self._wrong_models(run)
 
+    def _wrong_averages_of_groups(self, *, at_once: bool) -> Iterator[str]:
+        """Each group has one model, whoever of it is there, and trains each of its batches as a whole."""
+        for (at, number), own in sorted(self._combined.items()):
+            counted = [peer for peer in self._counted.get(at, ()) if self._placement.role(peer).group == number]
+            for (worker, bucket), mine in own.items():
+                theirs = own.get((counted[0], bucket), mine) if worker in counted else mine
+                if not np.array_equal(mine, theirs):
+                    yield f"{worker} averages {mine.tolist()} of bucket {bucket} after step {at}, {counted[0]} {theirs.tolist()}"
+        if not at_once:
+            return
+        placement, run = self._placement, _Averaged(self._topology, self._placement)
+        groups = range(placement.groups)
+        firsts = [placement.group_members(group)[0] for group in groups]  # who stands for the group
+
+        def of(peer: PeerId) -> PeerId:
+            return firsts[placement.role(peer).group]
+
+        last = max((step for step, _ in self._summed), default=-1)
+        batch = self._topology.compute.batch_size
+        for step in range(last + 2):  # some may come when all is trained
+            coming = {
+                of(peer): of(source) for (peer, joined), source in self._joined.items() if joined == step and of(peer) != of(source)
+            }
+            while coming:
+                for first in [each for each, source in coming.items() if source not in coming] or list(coming):
+                    run.begin_like(first, coming.pop(first))
+            for group in groups:
+                if (step, group) in self._summed:
+                    start = (step * placement.groups + group) * batch
+                    run.train_on(firsts[group], [(start, start + batch)])
+            if step in self._counted:
+                run.combine(list(dict.fromkeys(map(of, self._counted[step]))))
+        for peer, (values, members) in self._models.items():
+            yield from self._wrong_model(run, peer, values, list(dict.fromkeys(map(of, members))))
+
     def _wrong_mixtures(self) -> Iterator[str]:
         run = _Averaged(self._topology, self._placement)
         for step in self._steps(run):
@@ -166,10 +217,14 @@ class Ledger:
 
     def _wrong_models(self, run: _Averaged) -> Iterator[str]:
         for peer, (values, members) in self._models.items():
-            expected = run.model(members)
-            found = np.concatenate([values[name] for name in run.layers])
-            if not np.allclose(found, expected, rtol=1e-9, atol=1e-6):
-                yield f"the run's model of {peer} is {found.tolist()}, but what counted gives {expected.tolist()}"
+            yield from self._wrong_model(run, peer, values, members)
+
+    @staticmethod
+    def _wrong_model(run: _Averaged, peer: PeerId, values: Mapping[str, Numbers], members: Sequence[PeerId]) -> Iterator[str]:
+        expected = run.model(members)
+        found = np.concatenate([values[name] for name in run.layers])
+        if not np.allclose(found, expected, rtol=1e-9, atol=1e-6):
+            yield f"the run's model of {peer} is {found.tolist()}, but what counted gives {expected.tolist()}"
 
 
 class _Averaged:
@@ -198,6 +253,9 @@ class _Averaged:
     def train(self, step: int, peers: Sequence[PeerId]) -> None:
         for peer in peers:
             self._models[peer] = self._models[peer] - self.gradients(peer, step)
+
+    def train_on(self, peer: PeerId, spans: Sequence[Span]) -> None:
+        self._models[peer] = self._models[peer] - self.gradients_of(spans)
 
     def zeros(self) -> Numbers:
         """Initial parameters: zeros."""

@@ -25,6 +25,8 @@ def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
         return _why_not_with_sums(topology)
     if exchange.kind == "model_server":
         return _why_not_with_servers(topology)
+    if exchange.kind == "averaging" and compute.group_size > 1:
+        return _why_not_averages_of_groups(topology)
     if compute.group_size > 1:
         return (
             f"with {exchange.kind}, a group cannot continue without one of its workers; an elastic run needs groups of one worker, "
@@ -64,6 +66,21 @@ def _why_not_with_sums(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
             (("data", "shuffle"),),
         )
     return None
+
+
+def _why_not_averages_of_groups(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
+    exchange, compute, data = topology.exchange, topology.compute, topology.data
+    obstacles: list[tuple[bool, str, Path]] = [
+        (exchange.averaging.deltas != "float32", "deltas: what rounding has lost belongs to workers", ("exchange", "averaging")),
+        (data.ring == "tensors", 'ring = "tensors": each worker has a part of the samples of its group', ("data", "ring")),
+        (compute.parts != "even", "parts: they divide the samples among fixed workers", ("compute", "parts")),
+        (compute.precision == "float16", "float16: the workers of a group share its scale", ("compute", "precision")),
+    ]
+    found = next(((what, path) for there, what, path in obstacles if there), None)
+    if found is None:
+        return None
+    what, path = found
+    return f"with averaging among groups of several workers, an elastic run cannot have {what}", (path, ("compute", "group_size"))
 
 
 def _why_not_with_servers(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:

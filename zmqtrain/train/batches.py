@@ -113,7 +113,8 @@ class _Counted:
 
 
 class OrderedBatches(_Counted):
-    """Implements `Batches` with `Partition`, of which this worker has its share."""
+    """Implements `Batches` with `Partition`, of which this worker has its share. If workers of its group may be lost, those that
+    are there divide the group's batch evenly."""
 
     def __init__(
         self,
@@ -121,15 +122,25 @@ class OrderedBatches(_Counted):
         source: Source,
         partition: Partition,
         shares: Shares,
+        members: Members,
         finish: Finish,
         thread: Background,
         processes: Processes | None,
     ) -> None:
-        seed = context.topology.job.seed
+        seed, group = context.topology.job.seed, context.role.group
+        self._members = members
+
+        def bounds(step: int) -> tuple[int, int]:
+            if not members.splits:
+                return shares.bounds(step)
+            index, count = members.share(step)
+            start, stop = even_bounds(partition.batch_size, count, index)
+            return group * partition.batch_size + start, group * partition.batch_size + stop
+
         super().__init__(partition.samples, partition.steps_per_epoch, Promise.of_dataset(source, partition))
         self._loader = Loader(
             Fetch(reader_of(source), finish),
-            lambda step: partition.run(step, *shares.bounds(step)),
+            lambda step: partition.run(step, *bounds(step)),
             (seed, same_samples(context)),
             thread,
             processes=processes,
@@ -141,7 +152,7 @@ class OrderedBatches(_Counted):
             raise CheckpointError(f"the checkpoint was written when workers had been lost, and {_OTHER_DATA}")
 
     async def batch(self, step: int, *, ahead: bool) -> Batch:
-        return await self._loader.batch(step, ahead=ahead)
+        return await self._loader.batch(step, ahead=ahead, era=self._members.changed if self._members.splits else None)
 
     def used(self, step: int) -> None:
         return None
@@ -493,7 +504,7 @@ def make_batches(
         return SlottedBatches(context, source, partition, members, finish, thread, processes)
     if members.divides:
         return DividedBatches(context, source, partition, members, finish, thread, processes)
-    return OrderedBatches(context, source, partition, shares, finish, thread, processes)
+    return OrderedBatches(context, source, partition, shares, members, finish, thread, processes)
 
 
 def ring_loader(context: RoleContext, samples: int, members: Members, contents: Contents, thread: Background) -> RingLoader:
@@ -509,11 +520,22 @@ def ring_loader(context: RoleContext, samples: int, members: Members, contents: 
             f"a batch of the sample ring may have only {smallest} samples, which a group divides among {compute.columns} workers: "
             "lower group_size or groups, or provide more data"
         )
+    first = {peer: group[0] for group in map(placement.group_members, range(placement.groups)) for peer in group}
+    if members.splits:  # groups are on the ring, whoever of them is there
+        column = tuple(dict.fromkeys(first.values()))
+
+    def source() -> PeerId | None:
+        """A worker that comes to groups of several asks the one with whose state it begins."""
+        found = members.source((role.peer, members.own_incarnation))
+        return None if found is None else found[0]
+
     loader = RingLoader(
         RingPlan(ring, column),
         contents,
         context.endpoint,
-        position=(role.position % compute.columns, compute.columns),
+        name=first[role.peer] if members.splits else None,
+        share=members.share if members.splits else lambda step: (role.position % compute.columns, compute.columns),
+        ask=source,
         seed=(topology.job.seed, same_samples(context)),
         survives=members.survives,
         late=members.late,
@@ -524,7 +546,8 @@ def ring_loader(context: RoleContext, samples: int, members: Members, contents: 
     )
 
     def change(step: int, workers: tuple[PeerId, ...]) -> None:
-        loader.change(step, tuple(peer for peer in workers if peer in column))
+        there = {first[peer] for peer in workers} if members.splits else set(workers)
+        loader.change(step, tuple(peer for peer in column if peer in there))
 
     members.on_change(change)
     return loader

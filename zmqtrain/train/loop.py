@@ -355,7 +355,7 @@ class TrainLoop:
         if members.division is not None:
             self._samples += members.division.size(step)
         else:
-            groups = len(members.teams) or len(members.at(step)) // self._context.placement.group_size
+            groups = len(members.teams) or len({self._context.placement.role(peer).group for peer in members.at(step)})
             self._samples += groups * self._job_batch
         lr = self.work.lr
         self.work.after_step()

@@ -67,12 +67,13 @@ class ModelledWork:
         if topology.data.shuffle == "ring":
             contents = PhantomContents(topology.data.sample_size or 0)
             self._ring = ring_loader(context, self._profile.samples, members, contents, AtOnce())
-        if isinstance(self._memory, SmallMemory) and members.survives and topology.exchange.kind == "model_server":
-            self._memory.place = self._place
-            if divided(topology):
+        if isinstance(self._memory, SmallMemory) and members.survives:
+            if topology.exchange.kind == "model_server":
+                self._memory.place = self._place
+            if members.divides:
+                self._memory.spans = members.spans
+            elif divided(topology):
                 self._memory.spans = self._spans
-        if isinstance(self._memory, SmallMemory) and members.divides:
-            self._memory.spans = members.spans
         self._update_s = 0.0
         self._steps = 0
         self._loading_s = topology.network.loading().get(role.host, 0.0)
@@ -113,10 +114,13 @@ class ModelledWork:
 
     def _spans(self, step: int) -> Sequence[Span]:
         """This worker's samples of its team's batch, by their positions in the run."""
-        slot = self._members.turn(step)
-        assert slot is not None, f"this worker does not train step {step}"
+        number = step * self._context.placement.groups + self._context.role.group
+        if self._members.teams:
+            slot = self._members.turn(step)
+            assert slot is not None, f"this worker does not train step {step}"
+            number = slot.number
         start, stop = even_bounds(self._partition.batch_size, *reversed(self._members.share(step)))
-        before = slot.number * self._partition.batch_size
+        before = number * self._partition.batch_size
         return [(before + start, before + stop)]
 
     async def more(self, step: int) -> bool:
@@ -171,7 +175,7 @@ class ModelledWork:
     async def _samples(self, step: int) -> int:
         if self._ring is not None:
             return len((await self._ring.block(step)).ids)
-        if self._members.teams:
+        if self._members.splits:
             return length_of(self._spans(step))
         if not self._members.divides:
             return self.shares.samples(step)

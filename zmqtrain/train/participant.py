@@ -64,7 +64,7 @@ class Participant:
     def own(self) -> Group:
         """Those who do together what one group does for all: this worker's compute group, or this worker alone if others of its
         group may be lost meanwhile. Call it after `start`."""
-        return self._alone if self.members.teams else self._group
+        return self._alone if self.members.splits else self._group
 
     async def start(self, *, restored: int | None = None) -> int:
         """Begin. On return all replicas are equal, or as they were in the checkpoint at step ``restored``.

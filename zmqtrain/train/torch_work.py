@@ -343,7 +343,7 @@ class TorchWork:
             require_kept_state(self._replica.optimizer)
         if done != first + LOSSES_TRIED or self._fabric is not None or self._members.late:
             return
-        if self._members.teams:  # nobody may wait for one who may be lost, or may begin again later
+        if self._members.splits:  # nobody may wait for one who may be lost, or may begin again later
             return
         buffers = own_buffers(self._replica.model)
         if isinstance(self._task.loss, nn.Module):
@@ -452,6 +452,7 @@ class TorchWork:
             merged=merged,
             any_first=self._context.topology.elastic,
             members=members,
+            whole=kind == "averaging" and self._members.splits,
         )
 
 

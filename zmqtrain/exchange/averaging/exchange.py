@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from zmqtrain.collectives.call import while_all_are_there
 from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_gather, all_reduce
+from zmqtrain.data.slots import Life
+from zmqtrain.data.teams import owner_of
 from zmqtrain.errors import CheckpointError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import PATIENCE_S, spread
@@ -20,13 +23,17 @@ from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer,
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
 from zmqtrain.exchange.context import ExchangeContext
+from zmqtrain.exchange.elastic_sums import GroupSums
 from zmqtrain.exchange.gradient_sum import GradientSum
+from zmqtrain.exchange.groups import Groups
 from zmqtrain.exchange.members import FixedMembers, Members
 from zmqtrain.exchange.rounded_mean import RoundedMean
 from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.state_source import NeighboursState, StateSource
 from zmqtrain.exchange.sums import NetworkSums, Sums
+from zmqtrain.exchange.team_parts import gather_parts
 from zmqtrain.exchange.under_way import UnderWay
+from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.waiting import abandoned, together
 from zmqtrain.wire.compress import make_codec
 from zmqtrain.wire.payload import Payload, Value
@@ -74,9 +81,13 @@ class AveragingExchange(Serverless):
     Each group keeps its own optimizer state (momentum). Between averagings the groups' models differ; the run's model is their mean
     or, with elastic averaging, its center.
 
-    With ``members`` that survive losses (and groups of one worker), an average counts once all members have it. Until then what
-    they have sent is kept, and if one is lost, the survivors average anew. So an average is over the same members everywhere. A
-    worker that joins late begins as a copy of a neighbour, with averages that are there but not applied yet.
+    With ``members`` that survive losses, an average counts once all members have it. Until then what they have sent is kept, and if
+    one is lost, the survivors average anew. So an average is over the same members everywhere. A worker that joins late begins as a
+    copy of a neighbour, with averages that are there but not applied yet.
+
+    Groups of several workers that may lose some have a state that does not depend on who is left: each worker has all of what the
+    method keeps and of each average, not a part. Parts still travel between the groups: those who are there divide them, and then
+    each group gathers the average in place of the parameters.
     """
 
     def __init__(
@@ -89,15 +100,21 @@ class AveragingExchange(Serverless):
         mix: float = 0.0,
         members: Members | None = None,
         sums: Sums | None = None,
+        all_groups: Sequence[Sequence[PeerId]] = (),
         recorder: Recorder | None = None,
         overlap: bool = True,
     ) -> None:
-        """``sums`` are over the group, by default over the network.
+        """``sums`` are over the group, by default over the network. ``all_groups``: the workers of all groups, needed only if these
+        are `GroupSums`.
 
         ``mix``: see `zmqtrain.exchange.averaging.methods`; it has an effect only if ``fragments`` have a delay. ``members``:
         those of ``groups.world``, by default a fixed set.
         """
         super().__init__(sums or NetworkSums(groups.group))
+        self._own = sums if isinstance(sums, GroupSums) else None  # if the group may lose some of its workers
+        self._all_groups: tuple[tuple[PeerId, ...], ...] = ()
+        self._made: Groups | None = None
+        self._noted: set[Life] = set()  # those to whom this worker gives its state
         endpoint, patience_s = groups.world.endpoint, groups.world.timeout_s or PATIENCE_S
         self._members = members or FixedMembers(endpoint, groups.world.members, timeout_s=patience_s)
         self._endpoint, self._patience_s = endpoint, patience_s
@@ -113,6 +130,10 @@ class AveragingExchange(Serverless):
         self._restored: dict[str, Payload] = {}
         self._overlap = overlap
         self._step = 0
+        if self._own is not None:
+            assert self._rounded is None, "rounding errors belong to parts"
+            self._all_groups = tuple(map(tuple, all_groups))
+            self._made = Groups(endpoint, patience_s)
 
     @classmethod
     def of(cls, context: ExchangeContext) -> AveragingExchange:
@@ -133,6 +154,7 @@ class AveragingExchange(Serverless):
             mix=averaging.mix,
             members=context.members,
             sums=context.sums_of_group(groups.group, in_place=context.untouched),
+            all_groups=[worker.placement.group_members(number) for number in range(worker.placement.groups)],
             recorder=worker.recorder,
             overlap=worker.topology.compute.overlap,
         )
@@ -159,6 +181,8 @@ class AveragingExchange(Serverless):
         members = self._members
         if self._source is not None:
             self._source.serve(members)
+            if self._own is not None:
+                members.on_change(self._note_newcomers)
         if not restored and not members.late:
             await members.together("averaging/start", 0, lambda world: spread(world, replica))
         # Otherwise each group continues with its own model; its members wrote equal ones to the checkpoint.
@@ -176,7 +200,7 @@ class AveragingExchange(Serverless):
     async def _start_late(self, replica: Replica) -> int:
         members = self._members
         state = NeighboursState(self._endpoint, members, timeout_s=self._patience_s)
-        first = await state.join()
+        first = await (state.join() if self._own is None else state.join_group())
         parts = {str(bucket.index): self._part(bucket) for bucket in replica.buckets}
         came: dict[str, Payload] = {}
 
@@ -192,15 +216,32 @@ class AveragingExchange(Serverless):
         self._recorder.audit("joined", step=first, source=state.source)
         if self._source is not None:
             self._source.begin()
+            if self._own is not None:  # others of its group may have come with the same step
+                await self._source.answer(first, members, replica, self.settle, self._kept)
         return first
+
+    def _note_newcomers(self, step: int, living: tuple[PeerId, ...]) -> None:
+        """All know from which step on others take part, and with whose state they begin."""
+        members, me = self._members, (self._endpoint.peer, self._members.own_incarnation)
+        for peer in living:
+            life = (peer, members.incarnation(peer, step) or 0)
+            if self._source is not None and members.source(life) == me and life not in self._noted:
+                self._noted.add(life)
+                self._source.wanted[peer] = life[1]
 
     async def _give(self, step: int) -> None:
         """Give the state with which ``step`` begins to those who have asked for it, and begin with that step."""
+        members, all_of_it = self._members, self._groups.group.members
+        if self._own is not None and members.joins(step, among=all_of_it):
+            # A newcomer goes on from the last step. If only some had completed that, and were lost, the others would train it anew.
+            await members.together(f"given/{all_of_it[0]}/{step}", step, lambda _: self.settle(), among=all_of_it)
         if self._source is not None:
             await self._source.answer(step, self._members, self._replica_started(), self.settle, self._kept)
 
     def begin_step(self, step: int) -> None:
         self._step = step
+        if self._own is not None:
+            self._own.begin(step)
         self._sum.begin(step, len(self._replica_started().buckets))
 
     def bucket_ready(self, bucket: Bucket) -> None:
@@ -208,9 +249,16 @@ class AveragingExchange(Serverless):
 
     async def end_step(self) -> None:
         await self._sum.wait()
+        if self.repeats(self._step):
+            for bucket in self._replica_started().buckets:
+                self._replica_started().parameters_ready(bucket)
+            return
         await self._average(self._step)
         await self._members.release(self._step + 1)
         await self._give(self._step + 1)
+
+    def repeats(self, step: int) -> bool:
+        return self._own is not None and self._own.given_up
 
     async def _average(self, step: int) -> None:
         """Update the model, and begin and end the averages that begin and end with this step."""
@@ -259,6 +307,8 @@ class AveragingExchange(Serverless):
         self._flights.clear()
         await abandoned(tasks)
         self._arithmetic.close()
+        if self._made is not None:
+            self._made.close()
         await self._members.stop()
 
     def state_dict(self) -> dict[str, Value]:
@@ -297,6 +347,8 @@ class AveragingExchange(Serverless):
                 return own, copy_of(own)
 
             own, mean = await self._arithmetic.do(copies, part)
+            if self._own is not None:
+                self._recorder.audit("combines", step=step, bucket=bucket.index, own=own)
             self._flights[bucket.index] = _Flight(own, mean)
         loop = asyncio.get_running_loop()
         flights = {bucket.index: self._flights[bucket.index] for bucket in buckets}
@@ -323,22 +375,46 @@ class AveragingExchange(Serverless):
                 rounded.take_back(index, kept)
             for flight in flights.values():  # an earlier attempt may have failed because another member was lost
                 await self._arithmetic.do(partial(flight.mean.copy_, flight.own), flight.mean)
-            await together(*(self._travel(group, index, flight.mean, step) for index, flight in flights.items()))
+            travels = (self._travel(group, index, flight.mean, step) for index, flight in flights.items())
+            await (together(*travels) if self._own is None else while_all_are_there(group, together(*travels)))
             return group
 
         group = await self._members.together(f"average/{step}", step + 1, attempt)
         self._recorder.audit("counted", step=step, members=list(group.members))
 
     async def _travel(self, column: Group, index: int, mean: Payload, step: int) -> None:
-        tag = ("average", step, index)
+        tag, groups = ("average", step, index), column.size
         with self._recorder.span(f"average bucket {index}", "send", step=step):
             if self._rounded is not None:
                 await self._rounded.mean(column, index, mean, tag, priority=index)
+            elif self._own is not None:
+                groups = await self._travel_in_parts(column, index, mean, tag)
             else:
                 await all_reduce(column, mean, tag, priority=index)
                 await self._arithmetic.do(partial(mean.scale_, 1.0 / column.size), mean)
-            if (factor := self._method.factor(column.size)) != 1.0:
+            if (factor := self._method.factor(groups)) != 1.0:
                 await self._arithmetic.do(partial(mean.scale_, factor), mean)
+
+    async def _travel_in_parts(self, world: Group, index: int, mean: Payload, tag: Tag) -> int:
+        """Average over the groups of which somebody is among ``world``. Returns their number."""
+        assert self._made is not None
+        me, make = self._endpoint.peer, self._made.of
+        teams = [team for group in self._all_groups if (team := tuple(peer for peer in group if peer in world.members))]
+        team = next(team for team in teams if me in team)
+        size, number = self._groups.group.size, teams.index(team)
+
+        async def average(position: int, part: Payload) -> None:
+            owners = tuple(owner_of(position, each) for each in teams)
+            column = make(owners, f"{world.name}/column/{position}")
+            await all_reduce(column, part, (*tag, position), priority=index)
+            await self._arithmetic.do(partial(part.scale_, 1.0 / len(teams)), part)
+
+        parts = enumerate(bounds(mean.numel, size))
+        own = ((place, mean.part(*span)) for place, span in parts if owner_of(place, team) == me and span[0] < span[1])
+        await together(*(average(position, part) for position, part in own))
+        if len(team) > 1:
+            await gather_parts(make(team, f"{world.name}/group/{number}"), mean, tag, size=size, priority=index)
+        return len(teams)
 
     def _travelled(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -354,7 +430,7 @@ class AveragingExchange(Serverless):
         part, own, mean = self._part(bucket), flight.own, flight.mean
         apply = partial(self._method.apply, bucket.index, part, own, mean, mix=self._mix)
         await self._arithmetic.do(apply, part, own, mean)
-        if group.size > 1:
+        if group.size > 1 and self._own is None:
             await all_gather(group, bucket.parameters, ("average", step, bucket.index), priority=bucket.index)
         self._replica_started().parameters_ready(bucket)
 
@@ -382,7 +458,16 @@ class AveragingExchange(Serverless):
             self._flights[index] = _Flight(self._restored[name], self._restored[f"came/{index}"])
         self._restored.clear()
 
+    def weight(self, group: Group) -> float | None:
+        if self._own is None:
+            return None
+        sizes = [len(set(each).intersection(group.members)) for each in self._all_groups]
+        own = len(set(self._groups.group.members).intersection(group.members))
+        return 1.0 / (own * sum(map(bool, sizes)))
+
     def _part(self, bucket: Bucket) -> Payload:
-        """The part of the bucket that this worker averages."""
+        """The part of the bucket whose average this worker applies."""
+        if self._own is not None:
+            return bucket.parameters
         group = bucket.sharers(self._groups.group)
         return bucket.parameters.part(*bounds(bucket.parameters.numel, group.size)[group.rank])

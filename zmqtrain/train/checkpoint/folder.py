@@ -59,8 +59,8 @@ _WIRE = {theirs: ours for ours, theirs in _SAFETENSORS.items() if ours in DTYPES
 _LARGEST_HEADER = 100 << 20
 Listed = Sequence[tuple[str, str, tuple[int, ...]]]
 
-#: The exchanges whose runs continue without lost workers.
-_ELASTIC_ALONE = ("gossip", "averaging", "model_server")
+#: The exchanges whose runs continue from what lost workers have left only if groups have one worker.
+_ELASTIC_ALONE = ("gossip", "model_server")
 
 
 class PartWriter:
@@ -179,8 +179,8 @@ class Checkpoint:
                 )
         if self._workers is not None and shape.kind in _ELASTIC_ALONE and shape.group_size > 1:
             raise CheckpointError(
-                f"{self.folder} lacks the parts of lost workers, and only all-reduce, or groups of one worker, can continue from "
-                "that: use an earlier checkpoint"
+                f"{self.folder} lacks the parts of lost workers, and only all-reduce, averaging, or groups of one worker can "
+                "continue from that: use an earlier checkpoint"
             )
         for part in self.shape.parts(self._workers):
             self._require_part(part)
@@ -196,12 +196,21 @@ class Checkpoint:
 
     def stands_in(self, part: str) -> int | None:
         """The rank of the worker whose part replaces ``part``, if its own worker was lost; ``None`` if the part exists."""
-        kind, _, number = part.partition("-")
-        if self._workers is None or kind not in ("worker", "group") or int(number) in self._workers:
+        kind, _, text = part.partition("-")
+        if self._workers is None or kind not in ("worker", "group"):
             return None
         if kind == "group" and self.shape.kind == "allreduce":  # of all, kept by the first that was there
             return None
-        return max((rank for rank in self._workers if rank < int(number)), default=max(self._workers))
+        size = self.shape.group_size
+        group = int(text) // size if kind == "worker" else int(text)
+        own = [rank for rank in self._workers if rank // size == group]
+        if kind == "group" and own:  # kept by the first of it that was there
+            return None
+        rank = int(text) if kind == "worker" else group * size
+        if rank in self._workers:
+            return None
+        there = own if self.shape.kind == "averaging" and own else self._workers  # each group has a model of its own
+        return max((other for other in there if other < rank), default=max(there))
 
     def part(self, name: str) -> tuple[dict[str, TensorPayload], dict[str, Any]]:
         """The tensors of a part, which alias the mapped file, and its plain values."""

@@ -44,14 +44,17 @@ class Recut:
             exchange.hand_to_servers(self.pieces, self.step)
 
 
-async def recut_averages(was: Layout, now: Layout, group: int, position: int, own: Part, fetch: FetchPart) -> Recut:
-    """The state of averaging (a center, an outer optimizer's), of which each worker of the group has kept its part. Raises
-    `CheckpointError`."""
+async def recut_averages(
+    was: Layout, now: Layout, group: int, position: int, own: Part, fetch: FetchPart, *, whole: tuple[bool, bool]
+) -> Recut:
+    """The state of averaging (a center, an outer optimizer's), of which each worker of the group has kept its part, or all of it.
+    ``whole``: whether it has kept all of it, and whether it needs all of it now. Raises `CheckpointError`."""
     if not _table(own, "exchange"):
         return Recut(was, now)
     wholes = Wholes()
-    for member in range(was.group_size):
-        part = await fetch(f"worker-{group * was.group_size + member}")
+    was_whole, now_whole = whole
+    for member in (position,) if was_whole else range(was.group_size):
+        part = own if was_whole else await fetch(f"worker-{group * was.group_size + member}")
         with taking_back(part.name):
             for name, value in _table(part, "exchange").items():
                 kind, _, number = name.partition("/")
@@ -63,13 +66,14 @@ async def recut_averages(was: Layout, now: Layout, group: int, position: int, ow
                 bucket = int(number)
                 row = was.row_of(bucket, member)
                 sharers = was.sharers(bucket, row)
-                start, _ = bounds(was.numel(bucket, row), len(sharers))[sharers.index(member)]
+                start, _ = (0, 0) if was_whole else bounds(was.numel(bucket, row), len(sharers))[sharers.index(member)]
                 wholes.put(was, bucket, row, start, kind, kept_payload(name, value).tensor)
     found: dict[str, Value] = {}
     for bucket in range(len(now.buckets)):
         row = now.row_of(bucket, position)
         sharers = now.sharers(bucket, row)
-        start, stop = bounds(now.numel(bucket, row), len(sharers))[sharers.index(position)]
+        numel = now.numel(bucket, row)
+        start, stop = (0, numel) if now_whole else bounds(numel, len(sharers))[sharers.index(position)]
         for kind in wholes.kinds:
             values = wholes.take(now, bucket, row, start, stop, kind)
             payload = TensorPayload.of(_together(values, kind))

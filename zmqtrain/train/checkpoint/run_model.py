@@ -54,14 +54,17 @@ async def take_run_model(replica: Replica, exchange: Exchange, group: Group, own
         if exchange.model is RunModel.CENTER:
             await _take_center(bucket, exchange.center(bucket), own, tag)
         else:
-            await _take_mean(bucket, group, tag)
+            await _take_mean(bucket, group, tag, exchange.weight(group))
         replica.parameters_ready(bucket)
 
 
-async def _take_mean(bucket: Bucket, group: Group, tag: str) -> None:
+async def _take_mean(bucket: Bucket, group: Group, tag: str, weight: float | None) -> None:
     sharers = bucket.sharers(group)
+    if weight is not None:
+        bucket.parameters.scale_(weight)
     await all_reduce(sharers, bucket.parameters, (tag, "mean", bucket.index))
-    bucket.parameters.scale_(1.0 / sharers.size)
+    if weight is None:
+        bucket.parameters.scale_(1.0 / sharers.size)
 
 
 async def _take_center(bucket: Bucket, part: Payload, own: Group, tag: str) -> None:

@@ -31,6 +31,8 @@ from zmqtrain.train.replica import TorchReplica
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
+#: Says that the worker's part has all of what averaging keeps.
+WHOLE = "whole"
 #: What `torch.compile` adds to the names of a module's parameters.
 COMPILED = "_orig_mod."
 
@@ -65,6 +67,8 @@ class Saver:
     """Whether any worker may turn out to be the first one that is there, from which the others take their parameters."""
     members: tuple[int, ...] | None = None
     """The ranks that train, if these may be fewer than the run's workers."""
+    whole: bool = False
+    """Whether each worker of a group keeps all of what averaging keeps, and not a part of it."""
 
     async def save(self, step: int, replica: TorchReplica, exchange: Exchange, device: Device) -> None:
         """Send this worker's parts of the checkpoint at ``step``, except the run's model; on return they are on disk. Nothing may
@@ -85,6 +89,8 @@ class Saver:
         tensors |= await device.run(lambda: parts.whole(buffers))
         values |= {"random": random, "exchange": exchange.state_dict()}
         values |= {"layout": self._layout(replica).to_value(), "columns": self.size[1]}
+        if self.whole:
+            values[WHOLE] = True
         if replica.loss_scale is not None:
             values["loss_scale"] = replica.loss_scale.state()
         if self.data is not None:
@@ -171,7 +177,7 @@ class Saver:
             return None
         with taking_back(own.name):
             was, now = Layout.from_value(kept), self._layout(replica)
-        if was == now:
+        if was == now and (self.kind != "averaging" or bool(own.sidecar.get(WHOLE)) == self.whole):
             return None
         others = (was.group_size, was.parameters, own.sidecar.get("columns")) != (now.group_size, now.parameters, self.size[1])
         if others and own.sidecar.get("added up") is not None:
@@ -187,7 +193,8 @@ class Saver:
             )
         fetch = partial(self._kept, self.timeout_s)
         if self.kind == "averaging":
-            return await recut_averages(was, now, self.group, self.position, own, fetch)
+            wholes = bool(own.sidecar.get(WHOLE)), self.whole
+            return await recut_averages(was, now, self.group, self.position, own, fetch, whole=wholes)
         if self.kind == "model_server":
             return await recut_servers(was, now, self.group, self.position, own, fetch)
         if self.kind == "allreduce":
@@ -248,12 +255,15 @@ class Saver:
                 f"the checkpoint of step {own.step} was written between two exchanges of gradients ([exchange] every), while a "
                 "worker was lost: resume from a checkpoint right after an exchange"
             )
+        recut = await self._recut(own, replica)
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
             kept: Any = own.sidecar["exchange"]
-            # What was lost by rounding is each worker's own.
-            exchange.load_state_dict({name: value for name, value in kept.items() if not name.startswith("lost/")})
+            if recut is not None:
+                recut.load_into(exchange)
+            else:  # what was lost by rounding is each worker's own
+                exchange.load_state_dict({name: value for name, value in kept.items() if not name.startswith("lost/")})
             if self.data is not None and self.kind == "allreduce":  # all go on at the same place
                 self.data.load_state_dict(own.sidecar.get("data"))
 
@@ -274,7 +284,8 @@ class Saver:
     def _keeps_group(self) -> bool:
         if self.kind == "allreduce":  # all have the same state; the first who is there keeps it
             return self.rank == (min(self.members) if self.members else 0)
-        return self._apart and self.position == 0
+        own = range(self.group * self.size[0], (self.group + 1) * self.size[0])
+        return self._apart and self.rank == min((rank for rank in self.members or () if rank in own), default=own.start)
 
     async def _send(self, step: int, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         await send_part(self.endpoint, step, name, _Payloads(tensors), values, timeout_s=self.timeout_s)

@@ -1,0 +1,154 @@
+"""Sums over a group that loses workers: a step counts on all who are left, or on none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from tests.collectives.world import endpoints, group_of
+from tests.exchange.world import NumpyReplica
+from zmqtrain.events import NullRecorder
+from zmqtrain.exchange.elastic import Decision, ElasticMembers
+from zmqtrain.exchange.elastic_sums import GroupSums
+from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.topology.timeouts import Timeouts
+
+pytestmark = pytest.mark.virtual_time
+SIZES = (5, 3)
+
+
+class Group3:
+    """Members of one group of three: what `GroupSums` asks `ElasticMembers`."""
+
+    begins = 0
+
+    def __init__(self) -> None:
+        self.there: tuple[PeerId, ...] = tuple(f"worker/{rank}" for rank in range(3))
+
+    def commit_with(self, commits: object) -> None:
+        return None
+
+    def present(self, step: int) -> tuple[PeerId, ...]:
+        return self.there
+
+    def since(self, step: int) -> int:
+        return 0
+
+    def took_part(self, step: int) -> bool:
+        return True
+
+
+class World:
+    """Three workers and their sums."""
+
+    def __init__(self, nodes: list[Endpoint]) -> None:
+        self.members = Group3()
+        self.nodes = nodes
+        self.replicas = [NumpyReplica(SIZES, rank) for rank in range(3)]
+        self.sums = [
+            GroupSums(node, cast(ElasticMembers, self.members), group, timeouts=Timeouts.of(5.0), recorder=NullRecorder())
+            for node, group in zip(nodes, group_of(nodes, "group/0"), strict=True)
+        ]
+        for rank in range(3):
+            self.fill(rank)
+
+    def fill(self, rank: int) -> None:
+        for bucket in self.replicas[rank].buckets:
+            cast(Any, bucket.gradients).numpy()[:] = 10.0**rank
+
+    def hand_over(self, rank: int, step: int) -> list[asyncio.Task[None]]:
+        sums = self.sums[rank]
+        return [
+            asyncio.ensure_future(sums.sum(bucket, ("gradients", step, bucket.index))) for bucket in self.replicas[rank].buckets
+        ]
+
+    def lose(self, rank: int) -> None:
+        self.members.there = tuple(peer for peer in self.members.there if peer != f"worker/{rank}")
+        for node in self.nodes:
+            if node is not self.nodes[rank]:
+                node.forget(f"worker/{rank}", "killed")
+
+    def decide(self, newest: int, holder: int, *, lack: bool, of: tuple[int, ...]) -> None:
+        living = dict.fromkeys(self.members.there, 0)
+        for rank in of:
+            self.sums[rank].decide(Decision(7, living, newest, f"worker/{holder}", lack=lack))
+
+    def gradients(self, rank: int) -> list[float]:
+        return [float(value) for bucket in self.replicas[rank].buckets for value in cast(Any, bucket.gradients).numpy()]
+
+
+@asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    async with endpoints(3) as nodes:
+        made = World(nodes)
+        for sums, replica in zip(made.sums, made.replicas, strict=True):
+            await sums.start(replica)
+            sums.begin(0)
+        try:
+            yield made
+        finally:
+            await asyncio.gather(*(sums.stop() for sums in made.sums))
+
+
+async def test_a_sum_is_over_all_who_are_there() -> None:
+    async with world() as made:
+        await asyncio.gather(*(task for rank in range(3) for task in made.hand_over(rank, 0)))
+        assert all(made.gradients(rank) == [111.0] * 8 for rank in range(3))
+        assert not any(sums.given_up for sums in made.sums)
+
+
+async def test_a_step_that_nobody_has_completed_is_given_up_by_all_and_done_again_by_those_who_are_left() -> None:
+    async with world() as made:
+        tasks = made.hand_over(0, 0)  # the other one has all buckets still to come
+        await asyncio.sleep(0.1)
+        made.lose(2)
+        assert [made.sums[rank].hold() for rank in range(2)] == [-1, -1]
+        made.decide(-1, 0, lack=False, of=(0, 1))
+        await asyncio.gather(*tasks)
+        assert all(made.sums[rank].given_up for rank in range(2))
+        await asyncio.gather(*made.hand_over(1, 0))  # what is still handed over belongs to nothing
+        assert made.gradients(0) == [1.0] * 8
+        for rank in range(2):
+            made.sums[rank].begin(0)
+            assert not made.sums[rank].given_up
+        await asyncio.gather(*(task for rank in range(2) for task in made.hand_over(rank, 0)))
+        assert made.gradients(0) == made.gradients(1) == [11.0] * 8
+
+
+async def test_a_step_that_was_only_begun_is_given_up_too() -> None:
+    """Its batch was divided among others."""
+    async with world() as made:
+        made.lose(2)
+        for rank in range(2):
+            made.sums[rank].hold()
+        made.decide(-1, 0, lack=False, of=(0, 1))
+        await asyncio.sleep(0.1)
+        assert all(made.sums[rank].given_up for rank in range(2))
+
+
+async def test_one_that_has_completed_the_step_gives_its_sums_to_one_that_has_not() -> None:
+    async with world() as made:
+        made.sums[1].hold()  # it completes nothing more
+        tasks = {rank: made.hand_over(rank, 0) for rank in range(3)}
+        await asyncio.gather(*tasks[0])
+        made.sums[0].begin(1)
+        made.fill(0)
+        made.lose(2)
+        assert [made.sums[rank].hold() for rank in range(2)] == [0, -1]
+        made.decide(0, 0, lack=True, of=(0, 1))
+        await asyncio.gather(*tasks[1])
+        await asyncio.sleep(0.1)
+        assert made.gradients(1) == [111.0] * 8
+        assert not made.sums[1].given_up
+        assert made.sums[0].given_up
+        made.sums[0].begin(1)
+        made.sums[1].begin(1)
+        made.fill(1)
+        await asyncio.gather(*(task for rank in range(2) for task in made.hand_over(rank, 1)))
+        assert np.allclose(made.gradients(0), 11.0)
+        assert made.gradients(0) == made.gradients(1)
