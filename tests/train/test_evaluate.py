@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from tests.train.world import Recipe, data_of, network_of, run, topology_of
-from zmqtrain.errors import TaskError
-from zmqtrain.train.metrics import Metrics
+from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.train.metrics import Metrics, accuracy, require_metric
 from zmqtrain.train.task import Task
 
 
@@ -139,3 +140,20 @@ def test_a_metric_that_is_no_number(value: Any) -> None:
     metrics = Metrics(recipe("worker/0"))
     with pytest.raises(TaskError, match=r"metric 'own'.* returned .*: let it return one number, or the pair \(sum, weight\)"):
         metrics.add(metrics.zeros(), torch.randn(4, 3), torch.tensor([0, 1, 2, 0]), 4)
+
+
+@pytest.mark.parametrize(
+    ("metric", "fields", "said"),
+    [
+        ("acuracy", {}, "there is no metric 'acuracy'; did you mean 'eval_accuracy'"),
+        ("f1", {"metrics": {"top5": accuracy}}, "there is no metric 'f1'; the task has loss, top5"),
+        ("accuracy", {"metrics": {}}, "there is no metric 'accuracy'; the task has loss"),
+        ("loss", {"eval_data": None}, "give the task eval_data"),
+        ("top5", {"metrics": {"top5": accuracy}}, None),
+        ("eval_accuracy", {}, None),
+    ],
+)
+def test_a_metric_to_train_until_is_looked_for_before_the_first_step(metric: str, fields: dict[str, Any], said: str | None) -> None:
+    until = topology_of(job={"until": {"metric": metric, "reaches": 0.5}, "eval_every": 5}).job.until
+    with nullcontext() if said is None else pytest.raises(UsageError, match=said):
+        require_metric(Recipe(**fields)("worker/0"), until)

@@ -16,7 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zmqtrain.errors import TaskError
+from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.topology.job import Until
+from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.task import Measure, Task, user_code
 from zmqtrain.train.weighting import (
     LOSSES_TRIED,
@@ -36,6 +38,20 @@ Sums = npt.NDArray[np.float64]
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
     """The share of correct classes. ``output``: scores, float, with classes in dimension 1; ``target``: class numbers, integers."""
     return (output.argmax(1) == target).double().mean()
+
+
+def require_metric(task: Task, until: Until | None) -> None:
+    """Raise `UsageError` if the task has no such metric as training shall go on until. Whether it has ``accuracy``, which is
+    there by default where targets are classes, only an evaluation shows."""
+    if until is None:
+        return
+    if task.eval_data is None:
+        raise UsageError("[job] until needs an evaluation: give the task eval_data")
+    names = ["loss", *(["accuracy"] if task.metrics is None else task.metrics)]
+    if until.metric.removeprefix("eval_") not in names and until.metric not in names:
+        near = did_you_mean(until.metric, [f"eval_{name}" for name in names])
+        hint = f"did you mean {near!r}?" if near else f"the task has {', '.join(names)}"
+        raise UsageError(f"[job] until: there is no metric {until.metric!r}; {hint}")
 
 
 class Metrics:

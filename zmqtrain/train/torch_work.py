@@ -44,6 +44,7 @@ from zmqtrain.train.device.make import device_of
 from zmqtrain.train.divided import make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.loss_scale import LossScale
+from zmqtrain.train.metrics import require_metric
 from zmqtrain.train.optimizer_state import beside_state, forgotten_warning, require_kept_state
 from zmqtrain.train.own_samples import (
     buffers_warning,
@@ -468,6 +469,7 @@ def _build(
                 "[job] task is missing: name a function that returns a zmqtrain.Task (module:function or file.py:function)"
             )
         task = load_task(job.task, job.args, context.data_path, folders=(*job.python_path, Path.cwd()))
+    require_metric(task, job.until)
     source = task.training()
     source.require(compute.batch_size, topology.data.shuffle)
     partition = None if source.stream else partition_of(source, context.placement.groups, topology)

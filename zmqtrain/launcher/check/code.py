@@ -26,6 +26,7 @@ def look_at_code(topology: Topology, data: str | None) -> Iterator[Finding]:
 
 
 def _task(topology: Topology, data: str | None) -> Iterator[Finding]:
+    from zmqtrain.train.metrics import require_metric
     from zmqtrain.train.task import load_task
 
     job = topology.job
@@ -34,6 +35,7 @@ def _task(topology: Topology, data: str | None) -> Iterator[Finding]:
     try:
         with redirect_stdout(sys.stderr):  # what the task prints must not mix with our rows
             task = load_task(job.task, job.args, data_path_of(data, topology), folders=(".", *job.python_path))
+        require_metric(task, job.until)
         source = task.training()
         compute, data_settings = topology.compute, topology.data
         source.require(compute.batch_size, data_settings.shuffle)
