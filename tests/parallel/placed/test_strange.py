@@ -131,3 +131,84 @@ def low_rank_merged() -> nn.Module:
 @strange(VECTORS)
 def low_rank_by_parametrization() -> nn.Module:
     return Adapted(parametrized)
+
+
+# Tensors that a model keeps, and losses that it computes.
+
+
+@strange(VECTORS)
+class OwnLists(nn.Module):
+    """Which uses parameters through lists and attributes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 4)
+        self.weights, self.names = [self.first.weight, {"bias": self.second.bias}], {"scale": nn.Parameter(torch.ones(4))}
+        self.register_parameter("scale", self.names["scale"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, named = self.weights
+        return self.second(torch.tanh(x @ weight.t())) * self.names["scale"] + named["bias"] * weight.sum()  # type: ignore
+
+
+@strange({"x": VECTORS, "y": CLASSES % 4})
+class LossBesideOutputs(nn.Module):
+    """Numbers of the whole batch, and outputs of each sample; a mask that is a buffer of truth values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 4)
+        self.register_buffer("mask", torch.arange(8) % 3 > 0)
+        self.mask: Tensor
+
+    def forward(self, given: dict[str, Tensor]) -> Any:
+        output = self.second(torch.tanh(self.first(given["x"])).masked_fill(~self.mask, 0.0))
+        penalty = sum(each.square().sum() for each in self.parameters())
+        return output, functional.cross_entropy(output, given["y"]) + 0.01 * penalty
+
+
+@strange({"x": VECTORS, "y": CLASSES % 4})
+class Codebook(nn.Module):
+    """The nearest of some vectors, which follow what they stand for, and a queue of what was seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 4)
+        self.register_buffer("codes", torch.randn(5, 6))
+        self.register_buffer("counts", torch.ones(5))
+        self.register_buffer("queue", torch.zeros(0, 6))
+        self.codes: Tensor
+        self.counts: Tensor
+        self.queue: Tensor
+
+    def forward(self, given: dict[str, Tensor]) -> Any:
+        h = self.first(given["x"])
+        nearest = torch.cdist(h, self.codes).argmin(1)
+        code = functional.embedding(nearest, self.codes)
+        if self.training:
+            chosen = functional.one_hot(nearest, 5).type_as(h)
+            self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            self.codes = self.codes * 0.9 + (chosen.t() @ h).detach() / self.counts[:, None] * 0.1
+            self.queue = torch.cat([h.detach(), self.queue])[:10]
+        return self.second(h + (code - h).detach()) + self.queue.mean(), functional.mse_loss(h, code.detach())
+
+
+@strange(torch.randn(6, 7, 5, generator=_GENERATOR, dtype=torch.float64))
+class Experts(nn.Module):
+    """Two of four experts for each word, by indices that are found in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(5, 4), nn.Linear(5, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 5)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        words = x.reshape(-1, 5)
+        chances = self.router(words).softmax(-1)
+        weights, chosen = chances.topk(2, -1)
+        found = torch.zeros_like(words)
+        for number, expert in enumerate(self.experts):
+            which, place = torch.where(chosen == number)
+            if which.numel():
+                found.index_add_(0, which, expert(words[which]) * weights[which, place, None])
+        return self.head(found.view_as(x)), chances.mean(0).square().sum()

@@ -22,6 +22,7 @@ from zmqtrain.parallel.deferred import Tape, fill
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.assign import Assigned, Assignment, assign, main_grid
 from zmqtrain.parallel.placed.layers import moved
+from zmqtrain.parallel.placed.links import links_of
 from zmqtrain.parallel.placed.padded import zero_padding
 from zmqtrain.parallel.placed.swap import Swap, relink
 from zmqtrain.parallel.placed.tensor import Placed, World, from_local, to_local
@@ -121,6 +122,7 @@ def _make(model: nn.Module, assignment: Assignment, rank: int, tape: Tape) -> li
 def _cut(model: nn.Module, assignment: Assignment, rank: int, parts: Iterable[Tensor] = ()) -> None:
     """Leave this process's parts in the modules. ``parts``: tensors that are parts already."""
     done: dict[int, Tensor] = {id(part): part for part in parts}
+    links = links_of(model)
     for name, module in model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):
             for each, tensor in list(tensors.items()):
@@ -135,6 +137,8 @@ def _cut(model: nn.Module, assignment: Assignment, rank: int, parts: Iterable[Te
                 tensors[each] = done[id(tensor)]
         if isinstance(module, nn.RNNBase):
             relink(module)
+    for link in links:
+        link.replace(done)
 
 
 class ParallelModel(nn.Module):
@@ -341,7 +345,9 @@ class ParallelModel(nn.Module):
         unit = there.sample_unit
         if there.sample_dimension is None:
             whole = world.whole_of(self.grid)
-            columns = laid(self.grid, sample_dimension=None, summands="row")  # each column's loss has its own part in it
+            # The loss of each column has its own part in it; of each process, where there are outputs of its own share beside it.
+            of = "all" if self.output_placement.samples == "all" else "row"
+            columns = laid(self.grid, sample_dimension=None, summands=of)
             return to_local(value, whole, world, gradient=columns, layer="output")
         target = laid(
             self.output_placement.grid, self.output_placement.samples, sample_dimension=there.sample_dimension, sample_unit=unit

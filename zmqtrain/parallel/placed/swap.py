@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.placed.assign import Held
+from zmqtrain.parallel.placed.links import Link, links_of
 from zmqtrain.parallel.placed.parameters import Use, wrapped
 from zmqtrain.parallel.placed.tensor import Placed, World
 from zmqtrain.parallel.placement import Placement
@@ -61,6 +62,7 @@ class Swap:
         self._structure: list[Any] = []
         self._slots: list[_Slot] = []
         self._recurrent: list[nn.RNNBase] = []
+        self._links: list[Link] = []
         self._kept: dict[int, _Kept] = {}
 
     @contextmanager
@@ -77,9 +79,14 @@ class Swap:
             self._world.held = before | {id(each.kin): each for each in wraps.values()}
             for module in self._recurrent:
                 relink(module)
+            for link in self._links:
+                link.replace(wraps)
             yield
         finally:
             self._world.held = before
+            plain = {id(wraps[id(tensor)]): tensor for _, _, tensor, _ in swapped} if self._links else {}
+            for link in self._links:
+                link.replace(plain)
             for tensors, each, tensor, use in swapped:
                 complaint = self._put_back(tensors, each, tensor, use, wraps[id(tensor)]) or complaint
             for module in self._recurrent:
@@ -94,7 +101,7 @@ class Swap:
         structure = structure_of(self._model)
         if structure == self._structure:
             return
-        self._structure, self._slots, self._recurrent = structure, [], []
+        self._structure, self._slots, self._recurrent, self._links = structure, [], [], links_of(self._model)
         held_by: dict[str, dict[str, tuple[Held, tuple[int, ...], int]]] = {}
         for each, held in self._held.items():
             of, _, own = each.rpartition(".")
