@@ -119,3 +119,48 @@ def test_a_process_that_ends_lets_arrive_what_it_has_sent() -> None:
         other.barrier().wait()
     one.shutdown()
     other.shutdown()
+
+
+def test_a_rank_that_leaves_before_its_first_operation_is_missed() -> None:
+    one, other = groups_of(2, hosts="ab")
+    one.shutdown()
+    with pytest.raises(PeerLostError, match="lost rank 0 while waiting for barrier"):
+        other.barrier().wait()
+    other.shutdown()
+
+
+def test_ranks_of_other_hosts_are_told_who_is_lost() -> None:
+    """Ranks 1 and 3 compare their calls, so rank 3 does not notice the end of rank 0 itself."""
+    groups = groups_of(4, hosts="aabb")
+    groups[0].shutdown()
+    handles = [group.allreduce([torch.ones(3)]) for group in groups[1:]]
+    with pytest.raises(PeerLostError, match=r"lost rank 0 while waiting for what the ranks of this host call: it has left"):
+        handles[0].wait()
+    with pytest.raises(PeerLostError, match=r"lost rank 0 while waiting for all_reduce .*: it has left \(seen by rank 1\)"):
+        handles[2].wait()
+    with pytest.raises(PeerLostError, match="lost rank 0"):
+        handles[1].wait()
+    for group in groups[1:]:
+        group.abort()
+
+
+def test_messages_to_and_from_a_rank_of_the_same_host_that_is_lost() -> None:
+    groups = groups_of(3, hosts="aab")
+    groups[1].shutdown()  # no connection tells that: there has been none
+    with pytest.raises(PeerLostError, match="lost rank 1 while waiting for receive from rank 1"):
+        groups[0].recv([torch.zeros(3)], 1, 5).wait()
+    with pytest.raises(PeerLostError, match="lost rank 1 while waiting for send to rank 1"):
+        groups[0].send([torch.zeros(3)], 1, 5).wait()
+    for group in (groups[0], groups[2]):
+        group.abort()
+
+
+def test_what_a_rank_of_the_same_host_has_sent_before_it_left_arrives() -> None:
+    groups = groups_of(3, hosts="aab")
+    groups[1].send([torch.ones(3)], 0, 5).wait()
+    groups[1].shutdown()
+    received = torch.zeros(3)
+    groups[0].recv([received], 1, 5).wait()
+    assert torch.equal(received, torch.ones(3))
+    for group in (groups[0], groups[2]):
+        group.shutdown()

@@ -41,8 +41,8 @@ class OneHost:
     def timeout_s(self, timeout_s: float) -> None:
         self._team.timeout_s = timeout_s
 
-    def look(self, what: str) -> None:
-        self._team.look(what)
+    def look(self, what: str, members: Sequence[int] | None = None) -> None:
+        self._team.look(what, members)
 
     def begin(self, descriptor: Descriptor, more: str, *, before: bool) -> None:
         self.check(descriptor.pack(), lambda packed: require_equal(packed, self._team.names, more=more))

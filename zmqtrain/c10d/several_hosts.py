@@ -7,8 +7,8 @@ import itertools
 import struct
 import threading
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from zmqtrain.collectives.operations import all_reduce, barrier, broadcast
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from zmqtrain.host.channel import Done
 from zmqtrain.host.sums import Combine, sum_into
+from zmqtrain.host.team import LOOK_S
 from zmqtrain.host.window import as_bytes
 from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.net.node import Node
@@ -43,6 +44,8 @@ TOGETHER_BYTES = 256 * 1024
 #: Before what a rank calls: the bytes that this takes.
 _LENGTH = struct.Struct("<H")
 _REFUSED = b"!"
+#: Before the name of a rank that is lost, a line's end, and why.
+_LOST = b"?"
 #: How long a message that does not fit waits for the reason, in seconds.
 COMPARE_S = 2.0
 #: How long a process that ends waits for what it has sent to arrive, while nothing arrives.
@@ -109,6 +112,9 @@ class SeveralHosts:
         self._more = ""
         self._surplus: dict[int, deque[tuple[int, Tensor]]] = {}  # rank -> messages that came while another rank's was taken
         self._all_ranks = network.call(self._make_groups())
+        # A rank that has never been connected could end without anybody's notice.
+        self._begun = b""
+        self._call(None, "the ranks of other hosts to connect")
         # Programs end without destroying their group, and nobody here waits for what a rank says of its last operation. Run at the
         # end of the interpreter, and of what `multiprocessing` has forked, which ends without it.
         self._at_exit: Any = Finalize(None, self._leave, exitpriority=0)
@@ -145,15 +151,11 @@ class SeveralHosts:
         self._begun, self._more = packed, more
 
         def check(packed: list[bytes]) -> None:
-            try:
-                require_equal(packed, [self._peers[rank] for rank in self._own], more=more)
-            except MismatchError as error:  # ranks of other hosts wait for this one
-                self._begun = _REFUSED + str(error).encode()[:_REFUSAL_BYTES]
-                self._call(None, "what the ranks of other hosts call")
-                raise
+            require_equal(packed, [self._peers[rank] for rank in self._own], more=more)
 
-        self._here.check(packed, check)
-        self._here.barrier("what the ranks of this host call")
+        with self._others_hear():
+            self._here.check(packed, check)
+            self._here.barrier("what the ranks of this host call")
         if before:
             self._call(None, "what the ranks of other hosts call")
 
@@ -162,7 +164,8 @@ class SeveralHosts:
         result = flat if root is None or root == self._rank else flat.clone()
         alone = len(self._own) == 1
         if not alone:
-            self._here.all_reduce(result, combine, what)
+            with self._others_hear():
+                self._here.all_reduce(result, combine, what)
         parts = [result[start:stop] for start, stop in bounds(result.numel(), self._slices)]
         place = self._own.index(self._rank)
         if self._column is not None and parts[place].numel():
@@ -213,7 +216,7 @@ class SeveralHosts:
         self._call(None if self._begun is not None else barrier(self._all_ranks, self._tag()), what)
 
     def send(self, to: int, tag: int, flat: Tensor, what: str) -> None:
-        self._call(self._send(to, ("message", tag), flat), what)
+        self._call(self._unless_lost(to, self._send(to, ("message", tag), flat), what), what)
 
     def post(self, sources: Sequence[int], tag: int, flat: Tensor, what: str, done: Done) -> None:
         async def receive() -> None:
@@ -240,7 +243,7 @@ class SeveralHosts:
                     flat.copy_(content)
                     return source
         if len(sources) == 1:
-            await self._message(sources[0], tag, flat, what)
+            await self._unless_lost(sources[0], self._message(sources[0], tag, flat, what), what)
             return sources[0]
         contents = {source: torch.empty_like(flat) for source in sources}
         waits = {asyncio.create_task(self._message(each, tag, content, what)): each for each, content in contents.items()}
@@ -286,6 +289,49 @@ class SeveralHosts:
             self._network.call(self._node.close())
             self._network.close()
             self._here.close(error)
+
+    @contextmanager
+    def _others_hear(self) -> Iterator[None]:
+        """The ranks of other hosts, which wait for this one's call, are told what fails within this host."""
+        try:
+            yield
+        except MismatchError as error:
+            self._begun = _REFUSED + str(error).encode()[:_REFUSAL_BYTES]
+            self._call(None, "what the ranks of other hosts call")
+            raise
+        except PeerLostError as error:
+            self._begun = None
+            self._network.call(self._tell_lost(error))
+            raise
+
+    async def _tell_lost(self, error: PeerLostError) -> None:
+        """Without waiting for what they call: they may be at another point."""
+        tag = ("call", next(self._calls))
+        message = TensorPayload.of(_with_call(_LOST + f"{error.peer}\n{error.reason}".encode()[:_REFUSAL_BYTES], None))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(COMPARE_S):
+                for rank in self._counterparts:
+                    with suppress(PeerLostError):
+                        await self._node.send(self._peers[rank], tag, message)
+
+    async def _unless_lost(self, rank: int, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Await ``work``. Raises `PeerLostError` if that rank is of this host and lost: there may be no connection that tells."""
+        if rank not in self._own:
+            await work
+            return
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=LOOK_S)
+                try:
+                    self._here.look(what, [self._own.index(rank)])
+                except PeerLostError:
+                    await asyncio.wait([task], timeout=LOOK_S)  # what it has sent before
+                    if not task.done():
+                        raise
+            task.result()
+        finally:
+            await abandoned([task])
 
     def _combine(self, part: Tensor, place: int, combine: Combine, tag: Tag, what: str) -> None:
         """Combine the slice over all hosts, in their order."""
@@ -379,6 +425,9 @@ class SeveralHosts:
         for rank in self._counterparts:
             received = await self._node.receive(self._peers[rank], tag)
             found[rank], contents[rank] = _call_of(self._peers[rank], received)
+            if found[rank].startswith(_LOST):
+                lost, _, reason = found[rank].removeprefix(_LOST).decode(errors="replace").partition("\n")
+                raise PeerLostError(lost, f"{reason} (seen by {self._peers[rank]})")
         if begun.startswith(_REFUSED):
             return  # this rank has its error
         for rank, content in found.items():
