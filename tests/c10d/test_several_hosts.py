@@ -144,13 +144,11 @@ def test_ranks_of_other_hosts_are_told_who_is_lost() -> None:
         group.abort()
 
 
-def test_messages_to_and_from_a_rank_of_the_same_host_that_is_lost() -> None:
+def test_a_message_of_a_rank_of_the_same_host_that_is_lost() -> None:
     groups = groups_of(3, hosts="aab")
     groups[1].shutdown()  # no connection tells that: there has been none
     with pytest.raises(PeerLostError, match="lost rank 1 while waiting for receive from rank 1"):
         groups[0].recv([torch.zeros(3)], 1, 5).wait()
-    with pytest.raises(PeerLostError, match="lost rank 1 while waiting for send to rank 1"):
-        groups[0].send([torch.zeros(3)], 1, 5).wait()
     for group in (groups[0], groups[2]):
         group.abort()
 
