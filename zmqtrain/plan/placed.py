@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -91,12 +92,15 @@ class Lies:
 
     @classmethod
     def of(cls, lies: Sequence[Lie], dimension: int) -> Lies:
-        """Along the first (0) or second (1) dimension of a table of pairs."""
+        """Along the first (0) or second (1) dimension of a table of pairs. The arrays are read-only."""
+        return _lies(tuple(lies), dimension)
 
-        def along(numbers: Iterable[int]) -> Integers:
-            return np.expand_dims(np.array(list(numbers), np.int64), 1 - dimension)
 
-        return cls(*(along(getattr(lie, each) for lie in lies) for each in ("samples", "channels", "strips", "wide")))
+@lru_cache(maxsize=1024)  # the price of a plan asks for one at a time, and always for the same few
+def _lies(lies: tuple[Lie, ...], dimension: int) -> Lies:
+    numbers = np.array([(lie.samples, lie.channels, lie.strips, lie.wide) for lie in lies], np.int64).reshape(-1, 4).T
+    numbers.flags.writeable = False  # all callers get the same
+    return Lies(*(row[np.newaxis] if dimension else row[:, np.newaxis] for row in numbers))
 
 
 def lacking(held: Lies, needed: Lies) -> tuple[Integers, Array]:

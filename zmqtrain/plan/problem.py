@@ -59,17 +59,15 @@ class Problem:
     """The only grid that plans may have as their main one (`main_grid`); ``None``: any."""
     whole_model: bool = False
     """Whether only the batch may be divided and not the model, for example in float16 (`zmqtrain.topology.rules`)."""
+    graph: Graph = field(init=False, repr=False, compare=False)
+    """Which layers take the outputs of which."""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise UsageError("there is nothing to plan: the model has no layer with weights")
         if self.batch < 1 or self.processes < 1:
             raise UsageError(f"a plan needs at least one sample and one process, not {self.batch} and {self.processes}")
-
-    @property
-    def graph(self) -> Graph:
-        """Which layers take the outputs of which."""
-        return graph_of(self.layers)
+        object.__setattr__(self, "graph", graph_of(self.layers))
 
     def stage(self, index: int, placed: Placed, *, paired: bool = True) -> Stage:
         """A layer as it is divided in this placement. ``paired``: whether all of its pair, if it has one, are placed alike."""
