@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from threading import Thread
 
 import pytest
 
+from tests.launcher.ready import PYTHON, ready_process
 from tests.patience import PATIENCE_S
 from zmqtrain.arena import shared_memory_missing
 
@@ -22,22 +22,22 @@ pytestmark = [
     pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed"),
     pytest.mark.skipif(find_spec("sklearn") is None, reason="scikit-learn is not installed"),
 ]
-ROOT = Path(__file__).parents[2]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 #: Of what the example prints: step, replicas, checksum of the parameters.
 STEP = re.compile(r"step (\d+): (\d+) replicas, .* parameters (\w+)")
 
 
 class Replica:
-    """A process, and the lines that it has printed. It is killed at the end of a ``with`` statement."""
+    """A process that is forked once torch is imported, and the lines that it has printed. Killed at the end of a ``with`` block."""
 
     def __init__(self, number: int, lighthouse: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "examples/torchft_digits.py"), str(number), "--steps=1000000"],
-            env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        output, write = os.pipe()
+        environ = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "PYTHONUNBUFFERED": "1"}
+        command = (PYTHON, "torchft_digits.py", str(number), "--steps=1000000")
+        with open(write, "wb") as printed, open(os.devnull, "wb") as nothing, open(os.devnull, "rb") as channel:
+            files = printed.fileno(), nothing.fileno(), channel.fileno()
+            self.process = ready_process().command(command, EXAMPLES, environ, *files)
+        self._output = open(output, encoding="utf-8")  # noqa: SIM115 - the reader's, until `__exit__`
         self._lines: SimpleQueue[str] = SimpleQueue()
         self._reader = Thread(target=self._read)  # at all times: a replica that cannot print does not train
         self._reader.start()
@@ -46,11 +46,13 @@ class Replica:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.kill()
+        self.process.wait(PATIENCE_S)
         self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._output.close()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
 
     def steps(self, replicas: int) -> Iterator[tuple[int, str]]:
         """The steps that so many replicas make, with the checksums of the parameters after them."""
@@ -58,11 +60,10 @@ class Replica:
             found = STEP.match(line)
             if found and int(found[2]) == replicas:
                 yield int(found[1]), found[3]
-        raise AssertionError(f"a replica has ended with exit code {self.process.wait()}")
+        raise AssertionError(f"a replica has ended with exit code {self.process.wait(PATIENCE_S)}")
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._output:
             self._lines.put(line)
         self._lines.put("")
 
@@ -89,7 +90,7 @@ def test_a_replica_that_is_killed_comes_back() -> None:
         with Replica(0, address) as survivor:
             with Replica(1, address) as killed:
                 require_same(survivor, killed)
-                killed.process.kill()
+                killed.kill()
             next(survivor.steps(1))
             with Replica(1, address) as again:
                 require_same(survivor, again)
