@@ -114,9 +114,10 @@ def test_all_nodes_run_the_same_command(tmp_path: Path, two: Namespaces | None) 
     port = prepare(tmp_path)
     (tmp_path / "trial.toml").write_text((tmp_path / "trial.toml").read_text().replace("required", "auto"))
     addresses = ["127.0.0.1"] * 2 if two is None else [two.address_of(f"m{rank}") for rank in range(2)]
-    with Nodes(tmp_path) as nodes:
+    with warm() as started, Nodes(tmp_path) as nodes:
         for rank in (1, 0):
             said = {"MASTER_ADDR": addresses[0], "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+            said[ADOPTED] = started.variables[ADOPTED]
             within = () if two is None else two.command(f"m{rank}", ())
             nodes.start(f"node{rank}", ["agent", "--run-dir", "run", "trial.toml", "script.py", "wrong"], said, within)
         assert nodes.end("node0") == 3, nodes
