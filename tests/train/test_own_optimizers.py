@@ -72,6 +72,19 @@ class Noisy(SGD):
                     parameter.add_(torch.randn_like(parameter), alpha=0.01)
 
 
+class Beside(SGD):
+    """Keeps tensors and counts in other places than a parameter's state."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.averages, self.fixed = {"norm": torch.zeros(())}, torch.ones(3)
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.averages["norm"] += 1
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+
+
 class Named(SGD):
     """Keeps something that is no number."""
 
@@ -100,6 +113,7 @@ def with_tensor_rate(parameters: list[nn.Parameter]) -> Optimizer:
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "clips": lambda p: Clips(p, lr=0.1),
     "counts": lambda p: Counts(p, lr=0.1),
+    "beside": lambda p: Beside(p, lr=0.1),
     "looks back": lambda p: LooksBack(p, lr=0.1),
     "hooked": hooked,
     "a rate in a tensor": with_tensor_rate,
@@ -178,7 +192,10 @@ async def test_parameters_that_a_schedule_has_frozen_at_first_are_trained_once_i
     assert bool((first != last).all()), "all of them move in the end"
 
 
-@pytest.mark.parametrize(("kind", "what"), [("counts", "'lr', 'k'"), ("clips", None)])
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("counts", "'lr', 'k'"), ("looks back", "'slow'"), ("beside", """'averages', "state['all']\""""), ("clips", None)],
+)
 async def test_what_an_optimizer_keeps_beside_its_state_is_warned_of_with_the_first_checkpoint(
     kind: str, what: str | None, tmp_path: Path
 ) -> None:

@@ -15,6 +15,8 @@ ANOTHER_MODEL = "it belongs to another model; use a checkpoint of this model, or
 
 #: What schedules set.
 _SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "weight_decay"})
+#: Attributes of every optimizer.
+_TORCHS = frozenset({"defaults", "param_groups", "state"})
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -42,12 +44,24 @@ def require_kept_state(optimizer: Optimizer) -> None:
 
 
 def beside_state(optimizer: Optimizer) -> dict[str, object]:
-    """The plain values that an optimizer has beside torch's ``state``: in its groups, and as attributes of its own."""
-    groups = enumerate(optimizer.param_groups)
-    values: dict[str, object] = {
-        f"{key}/{number}": value for number, group in groups for key, value in group.items() if isinstance(value, int | float)
-    }
-    return values | {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float) and key[0] != "_"}
+    """What an optimizer has beside the ``state`` of each parameter, such that changes show: in its groups, as attributes of its
+    own, and in ``state`` under other keys."""
+    groups, known = enumerate(optimizer.param_groups), {p for group in optimizer.param_groups for p in group["params"]}
+    values = {f"{key}/{number}": value for number, group in groups for key, value in group.items() if key != "params"}
+    values |= {key: value for key, value in vars(optimizer).items() if key[0] != "_" and key not in _TORCHS}
+    values |= {f"state[{key!r:.40}]": value for key, value in optimizer.state.items() if key not in known}
+    return {key: _shown(value) for key, value in values.items() if isinstance(value, int | float | Tensor | list | tuple | dict)}
+
+
+def _shown(value: object) -> object:
+    """Something that does not change with ``value``, and is another one if that changes."""
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, Tensor) and value.numel() and not value.is_complex():
+        return float(value.detach().double().norm())
+    if isinstance(value, list | tuple | dict):
+        return [_shown(each) for each in (value.values() if isinstance(value, dict) else value)]
+    return None
 
 
 def forgotten_warning(optimizer: Optimizer, before: Mapping[str, object], scheduled: bool) -> str | None:
