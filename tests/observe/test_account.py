@@ -111,6 +111,20 @@ def test_groups_of_several_that_average_train_each_batch_as_long_as_one_of_each_
     assert "belonged to workers that were lost" in found["why"]
 
 
+@pytest.mark.parametrize(("steps", "first", "counted"), [(8, 0, 8), (7, 0, 4), (3, 0, 0), (7, 5, 0), (9, 6, 2)])
+def test_gradients_that_were_not_exchanged_at_the_end_do_not_count(steps: int, first: int, counted: int) -> None:
+    sections = {"job": {"elastic": False}, "compute": {"groups": 2, "batch_size": 8}, "exchange": {"kind": "allreduce", "every": 4}}
+    account = SampleAccount()
+    for rank in range(2):
+        account.add(f"worker/{rank}", {"kind": "start", "step": first, "values": {"steps": steps}})
+        for step in range(first, steps):
+            account.add(f"worker/{rank}", {"kind": "step", "step": step, "values": {"samples": 8}})
+    found = account.to_dict(Topology.from_dict(sections), done=True)
+    assert found is not None
+    assert (found["due"], found["counted"]) == ((steps - first) * 16, counted * 16)
+    assert (found["why"] or "").startswith("they came after the last exchange") is (steps % 4 > 0)
+
+
 def test_the_line_says_what_counts_and_why_the_rest_does_not() -> None:
     account = {"due": 96000, "counted": 49152, "repeated": 0, "lost": 46848, "why": "the run ended before"}
     assert account_lines(account) == ["49,152 of 96,000 samples count in the model; the rest do not: the run ended before"]

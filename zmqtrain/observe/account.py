@@ -101,6 +101,9 @@ class SampleAccount:
             else:
                 due = sum(usual.values())
             counted = min(due, sum(self._counted.get(step, size) for step, size in usual.items()))
+        elif not topology.elastic and topology.exchange.kind == "allreduce":
+            added_up = min(until % topology.exchange.every_steps(groups), until - self._first)
+            counted -= max(0, added_up) * groups * batch
         elif topology.elastic:
             counted = batch * sum(self._groups(step, topology) for step in range(self._first, until))
         due, counted = due + self._earlier, counted + self._earlier
@@ -134,6 +137,9 @@ class SampleAccount:
     def _why(self, topology: Topology, lost: int, *, whole: bool, done: bool) -> str:
         if not done:
             return "the run ended before"
+        every = topology.exchange.every_steps(topology.compute.groups) if topology.exchange.kind == "allreduce" else 1
+        if not topology.elastic and self._steps % every:
+            return f"they came after the last exchange of gradients, of which there is one every {every} steps ([exchange] every)"
         if not topology.elastic:
             return "workers did not report them"
         if topology.exchange.kind == "allreduce":

@@ -307,8 +307,16 @@ class TrainLoop:
             return
         moved = self.exchange.model is RunModel.SERVERS and not self.exchange.synchronous and step != self._ended_at
         metrics = self._evaluated[1] if self._evaluated is not None and self._evaluated[0] == step and not moved else {}
-        about = self._part.about_model(self._samples, metrics)
+        about = self._part.about_model(self._samples - self._added_up(step), metrics)
         await self.work.send_model(self._endpoint, step, state, about, alone=alone)
+
+    def _added_up(self, step: int) -> int:
+        """The number of samples whose gradients are added up before ``step``, but not exchanged yet."""
+        division, each, samples = self._members.division, self._job_batch * self._context.placement.groups, 0
+        while step and not self.exchange.exchanges(step - 1):
+            step -= 1
+            samples += each if division is None else division.size(step)
+        return samples
 
     async def _quiet(self) -> None:
         if not self.halted:  # after a halt the replica only raises the reason
