@@ -28,6 +28,7 @@ from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.step import Precision, autocast
 from zmqtrain.train.task import Task, user_code
 from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.words import counted
 
 LEFT_OUT = (
     "{name} is left out, because it is not a mean over samples: evaluations are divided over workers and batches, and the mean of "
@@ -112,8 +113,8 @@ class Evaluation:
         start, stop = even_bounds(self._data.samples, group.size // size, group.rank // size)
         if stop - start < columns:
             raise UsageError(
-                f"each group gets {stop - start} samples of the task's eval_data, too few for the {columns} columns of its grid: "
-                "provide more samples, or use a grid with fewer columns"
+                f"each group gets {counted(stop - start, 'sample')} of the task's eval_data, too few for the {columns} columns "
+                "of its grid: provide more samples, or use a grid with fewer columns"
             )
         share, sums = share_of_model(model, 0), self._metrics.zeros()
         chunks = -(-(stop - start) // (columns * self._settings.batch_size))
