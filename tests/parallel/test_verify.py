@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.faults import FAULTS
 from tests.parallel.placed.models import MODELS, Block, made
-from zmqtrain.errors import DifferentModelError
+from zmqtrain.errors import DifferentModelError, UsageError
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.plan import Choice, LayerPlan, Plan
@@ -32,11 +33,13 @@ class Mlp(nn.Module):
         self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 5)
         self.norm, self.scale = nn.LayerNorm(6), nn.Parameter(torch.randn(8))
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mask", torch.arange(8) % 3 == 1)
         self.seen: Tensor
+        self.mask: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = self.seen + x.shape[0] if self.training else self.seen
-        h = functional.dropout(torch.tanh(self.first(x)), 0.3, self.training)
+        h = functional.dropout(torch.tanh(self.first(x)), 0.3, self.training).masked_fill(self.mask, 0.1)
         h = h * self.scale + 0.1 * torch.rand_like(h) - h.mean(-1, keepdim=True)
         h = h * torch.softmax(h, -1)
         h = self.norm(self.second(h))
@@ -157,6 +160,35 @@ def test_every_broken_rule_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch
 
 def test_there_are_thirty_of_them() -> None:
     assert len(FAULTS) >= 30
+
+
+class LayerDrop(Mlp):
+    """Leaves a layer out by chance."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found if self.training and self.draw() < 0.1 else found * 2
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_that_are_others_on_each_worker_are_refused(draw: Callable[[], float]) -> None:
+    make = seeded(lambda: LayerDrop(draw))
+
+    def on_rank(fabric: Fabric) -> None:
+        with pytest.raises(UsageError, match="random numbers of Python or numpy"):
+            verify(make, "2x1", fabric=fabric, inputs=(vectors(SAMPLES),))
+
+    run_ranks(2, on_rank)
+
+
+def test_random_numbers_of_torch_are_the_same_on_all_workers() -> None:
+    make = seeded(lambda: LayerDrop(lambda: float(torch.rand(()))))
+    found, _ = run_ranks(2, lambda fabric: verify(make, "2x1", fabric=fabric, inputs=(vectors(SAMPLES),)))
+    assert found == [Verified(SAMPLES, "float64")] * 2
 
 
 # What the error says.

@@ -78,6 +78,13 @@ os.register_at_fork(after_in_child=_alone.renew)  # the thread that held the loc
 
 
 @contextmanager
+def not_drawing() -> Iterator[None]:
+    """No loading thread draws meanwhile."""
+    with _alone.lock:
+        yield
+
+
+@contextmanager
 def drawn_from(seed: Sequence[int], *, restore: bool = False) -> Iterator[None]:
     """A context in which Python's, numpy's and torch's global generators follow from ``seed``, in any thread or loader process.
 

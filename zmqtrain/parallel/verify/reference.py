@@ -7,16 +7,20 @@ precision for the time, and the others nothing but their parts.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zmqtrain.data.batch import Batch
+from zmqtrain.data.draws import not_drawing
 from zmqtrain.data.nested import mapped
+from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.placed.model import ParallelModel, map_tensors
 from zmqtrain.parallel.placement import Range
@@ -197,6 +201,8 @@ def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, watch: Watch 
         error = raised
         in_vain = case.dtype is torch.float64 and isinstance(error, RuntimeError | TypeError | ValueError)
         reason = _NOT_IN_DOUBLE if in_vain else f"{type(error).__name__}: {error}"
+        if isinstance(error, UsageError):
+            reason = f"{_REFUSED}{error}"
     for rank in served:
         line.send(rank, ["end", reason])
     if reason == _NOT_IN_DOUBLE:
@@ -232,6 +238,7 @@ def own_change(case: Case, batch: Batch, fabric: Fabric) -> OwnChange:
 
 
 _NOT_IN_DOUBLE = "not in double precision"
+_REFUSED = "refused: "
 
 
 def _line(case: Case, fabric: Fabric) -> tuple[int, Line, list[int]]:
@@ -245,6 +252,8 @@ def _line(case: Case, fabric: Fabric) -> tuple[int, Line, list[int]]:
 def _raise(reason: str, source: int) -> None:
     if reason == _NOT_IN_DOUBLE:
         raise NotInDouble
+    if reason.startswith(_REFUSED):
+        raise UsageError(reason.removeprefix(_REFUSED))
     if reason:
         raise RuntimeError(f"the ordinary model, which the worker of rank {source} runs for this one, raised {reason}")
 
@@ -398,12 +407,25 @@ def forward(case: Case, model: nn.Module, batch: Batch, phase: Phase, *, backwar
     """Run the ordinary model's forward in a phase. ``backward``: also compute its gradients."""
     model.train(phase == "training")
     with alone(), staying_in(case.dtype), drawing_alike(model, case.seed, 0 if phase == "training" else 1) as order:
-        output = batch.output(model)
+        with not_drawing():
+            before = random.getstate(), np.random.get_state()
+            output = batch.output(model)
+            drawn = random.getstate() != before[0] or not _same_state(np.random.get_state(), before[1])
+        if drawn:
+            raise UsageError(
+                "the model's forward draws from the random numbers of Python or numpy, which are others on each worker, and the "
+                "model is divided: draw from torch's (torch.rand(()).item()), which are the same on all"
+            )
         outputs = [each.detach().clone() for each in tensors_of(output)]
         loss = mean(case.loss(output, batch.target))
         if backward:
             backward_within(loss)
     return Outcome(outputs, float(loss.detach()), order)
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    """Whether two states of numpy's global generator are the same."""
+    return all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
 def tensors_of(value: Any) -> list[Tensor]:
