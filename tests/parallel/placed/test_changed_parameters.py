@@ -91,6 +91,12 @@ def some_rows(own: nn.Parameter, key: nn.Parameter) -> None:
     key[0] *= 2
 
 
+def some_rows_of_data(own: nn.Parameter, key: nn.Parameter) -> None:
+    key.data[1:4] = key.data[1:4] * 0.5 + own.data[1:4]
+    key.detach()[0] *= 2
+    key.data[2:].mul_(0.9)
+
+
 def without_a_rule(own: nn.Parameter, key: nn.Parameter) -> None:
     key.index_copy_(0, torch.tensor([0, 4]), own[2:4])
 
@@ -100,7 +106,7 @@ def without_a_rule(own: nn.Parameter, key: nn.Parameter) -> None:
     "change",
     [
         data, data_of_detached, clone, data_changed_afterwards, data_added_to, data_in_place, data_copied, detached, lerp,
-        lists, some_rows, without_a_rule,
+        lists, some_rows, some_rows_of_data, without_a_rule,
     ],
 )  # fmt: skip
 def test_an_encoder_that_follows_another(change: Change, grid: str) -> None:

@@ -244,9 +244,20 @@ def become(world: World, value: Placed, placement: Placement) -> None:
     local = world.relaid(value, placement)
     if local is value.local or local.data_ptr() == value.local.data_ptr():
         local = local.clone() if value.placement.summands == "none" and local.shape != value.local.shape else local
-    if value.kin.count > 1:
+    held = world.held.get(id(value.kin))
+    together = held is not None and held is not value and _same(held, value)
+    if value.kin.count > 1 + together:
         value.kin.parted = True
     value.local, value.placement = local, placement
+    if held is not None and together:  # value is held.data: a change of it is one of the parameter
+        held.local, held.placement = local, placement
+
+
+def _same(one: Placed, other: Placed) -> bool:
+    """Whether two tensors are the same memory, in the same way."""
+    if one.shape != other.shape or one.placement != other.placement or one.stride() != other.stride():
+        return False
+    return not one.local.is_meta and one.local.data_ptr() == other.local.data_ptr()
 
 
 def changing(value: Placed) -> None:
