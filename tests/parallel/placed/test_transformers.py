@@ -133,7 +133,7 @@ def plan_of(model: nn.Module, choice: str, grid: Grid) -> Plan | None:
     return Plan(tuple(LayerPlan(name, choice, grid) for name in layers))  # type: ignore[arg-type]
 
 
-def train(model: nn.Module, inputs: dict[str, Tensor], share: float, summed: Callable[[], None]) -> dict[str, Tensor]:
+def train(model: nn.Module, inputs: dict[str, Tensor], share: Callable[[], float], summed: Callable[[], None]) -> dict[str, Tensor]:
     """What there is to compare after some steps: losses, gradients, and the output in evaluation."""
     found: dict[str, Tensor] = {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -142,7 +142,7 @@ def train(model: nn.Module, inputs: dict[str, Tensor], share: float, summed: Cal
         output = model(**inputs)
         # A loss that the model computes, and one that is computed of what it returns.
         target = torch.arange(output.logits.numel(), dtype=torch.float64).cos().view_as(output.logits)
-        (output.loss * share + (output.logits * target[:1]).sum() / BATCH).backward()
+        (output.loss * share() + (output.logits * target[:1]).sum() / BATCH).backward()
         summed()
         found[f"loss {step}"] = output.loss.detach()
         if step == 0:
@@ -153,7 +153,7 @@ def train(model: nn.Module, inputs: dict[str, Tensor], share: float, summed: Cal
 
 def one_process(name: str, attention: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model, inputs = made(name, attention), MODELS[name][1]()
-    found = train(model, inputs, 1.0, lambda: None)
+    found = train(model, inputs, lambda: 1.0, lambda: None)
     model.eval()
     with torch.no_grad():
         output = model(**inputs)
@@ -189,7 +189,12 @@ def compare(name: str, attention: str, choice: str, grid: str) -> dict[str, str]
         start, stop = parallel.samples(BATCH)
         inputs = {key: value[start:stop] for key, value in MODELS[name][1]().items()}
         shards = parallel.shards_by_name()
-        found = train(parallel, inputs, (stop - start) / BATCH, lambda: sum_gradients(parallel, fabric, shards))
+
+        def share() -> float:
+            mine = parallel.output_range()
+            return (mine.stop - mine.start) / BATCH
+
+        found = train(parallel, inputs, share, lambda: sum_gradients(parallel, fabric, shards))
         gradients = {key.removeprefix("gradient "): each for key, each in found.items() if key.startswith("gradient")}
         found |= {f"gradient {key}": each for key, each in gather_state(gradients, shards, fabric).items()}
         parallel.eval()
