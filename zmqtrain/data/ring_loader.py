@@ -76,6 +76,7 @@ class RingLoader:
         self._name, self._whom, self._share = name or endpoint.peer, ask, share
         self._survives, self._late = survives, late
         self._knows = not late  # which ring is in use
+        self._comes: int | None = None  # the step with which a late worker takes part
         self._meanwhile: list[tuple[int, tuple[PeerId, ...]]] = []  # changes since it has asked for that
         self._read_last: tuple[int, int] = -1, 0  # the last step, and its samples
         self._travel, self._thread, self._timeout_s, self._recorder = travel, thread, timeout_s, recorder
@@ -97,7 +98,11 @@ class RingLoader:
 
     def change(self, step: int, members: tuple[PeerId, ...]) -> None:
         """These are the members from ``step`` on (`zmqtrain.exchange.members.Members.on_change`)."""
-        if self._late:  # their samples are requested with the first batch
+        if self._late and self._comes is not None and step > self._comes:  # it takes part before that
+            self._meanwhile.append((step, members))
+        elif self._late:  # their samples are requested with the first batch
+            self._comes = step
+            self._meanwhile.clear()
             nothing = np.zeros(0, np.int64)
             self._plan.begin(Ring((nothing,) * len(members), 1, step), members)
         else:
