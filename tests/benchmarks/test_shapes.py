@@ -36,5 +36,5 @@ def test_nothing_breaks(name: str, seed: int) -> None:
     assert try_seed(seed, topology, "random", horizon_s).broken == ()
 
 
-def test_there_are_thirteen() -> None:
-    assert len(list(SHAPES.glob("*.toml"))) == 13
+def test_there_are_fourteen() -> None:
+    assert len(list(SHAPES.glob("*.toml"))) == 14

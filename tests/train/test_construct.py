@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -44,3 +45,14 @@ async def test_a_model_made_in_parts_is_the_one_that_is_made_whole() -> None:
     assert [len(events) for events in said] == [0, 2]
     assert "elsewhere than in its modules' parameters" in str(said[1][0]["reason"])
     assert all(recorder.of("verified") for result in results for recorder in result.recorders.values())
+
+
+async def test_a_buffer_in_a_large_parameters_memory_is_refused() -> None:
+    def shown() -> nn.Module:
+        model = network()
+        model.register_buffer("first", model[2].weight.detach())  # type: ignore[union-attr, operator]
+        return model
+
+    recipe = Recipe(model=shown, train_data=data_of())
+    with pytest.raises(AssertionError, match=r"'first' of the model Sequential shares its memory with the parameter '2.weight'"):
+        await trained(recipe)

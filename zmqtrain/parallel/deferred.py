@@ -148,6 +148,11 @@ def is_deferred(value: object) -> TypeGuard[Deferred]:
     return isinstance(value, Deferred)
 
 
+def twin_of(tensor: Tensor) -> Tensor:
+    """What shows with which others a tensor shares memory: itself, or if it is deferred, its twin on the meta device."""
+    return tensor._twin if isinstance(tensor, Deferred) else tensor
+
+
 def attributes(tensor: Tensor) -> dict[str, Any]:
     """What people have set on a tensor: attributes of their own."""
     return {name: value for name, value in vars(tensor).items() if name not in _OWN}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zmqtrain.errors import TaskError
+from zmqtrain.parallel.deferred import twin_of
 
 
 def check_storage(model: nn.Module) -> None:
@@ -60,7 +61,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def storage_of(tensor: Tensor) -> int:
     """What is the same for tensors that are in the same memory."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(twin_of(tensor).untyped_storage()._cdata)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -69,7 +70,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         return True
     if not one.numel():
         return False
-    numel = one.untyped_storage().nbytes() // one.element_size()
+    numel = twin_of(one).untyped_storage().nbytes() // one.element_size()
     used = torch.zeros(numel, dtype=torch.bool)
     used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
