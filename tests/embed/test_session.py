@@ -15,7 +15,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import zmqtrain
+from tests.embed.world import run_sessions, topology_of
 from zmqtrain.embed import own_run
+from zmqtrain.embed.session import Session
 from zmqtrain.errors import NonFiniteLossError, TaskError, UsageError
 from zmqtrain.membership.environment import RoleEnvironment
 
@@ -213,3 +215,22 @@ def test_a_second_session_of_a_launched_worker_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(own_run, "_entered", {(environment.peer, environment.coordinator)})
     with pytest.raises(UsageError, match="worker/3 of the run already"), zmqtrain.session():
         pass
+
+
+def test_a_worker_that_others_give_up_is_not_closed_while_its_thread_trains() -> None:
+    begun, closed = threading.Event(), []
+
+    def program(session: Session) -> None:
+        model = nn.Linear(4, 2)
+        _, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if session.rank == 0:
+            assert begun.wait(60.0)
+            raise TaskError("given up")
+        begun.set()
+        for _ in range(20_000):  # long enough for the other's error to arrive
+            optimizer.zero_grad()
+        closed.append(session._core.closed)
+
+    with pytest.raises(TaskError, match="given up"):
+        run_sessions(topology_of(compute={"groups": 2}, exchange={"kind": "averaging"}), program)
+    assert closed == [False]

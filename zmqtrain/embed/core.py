@@ -32,7 +32,7 @@ from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.replicated import Replicated
 from zmqtrain.embed.scope import Scope
 from zmqtrain.embed.script_settings import check_script, check_session
-from zmqtrain.errors import NonFiniteLossError, PeerLostError, RunStopped, TaskError, UsageError
+from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError, RunStopped, TaskError, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.membership.common_stop import Here, may_not_stop
@@ -528,8 +528,16 @@ class Core:
 
         await self.members.together("model", replicated.step, leave)
 
+    def give_up(self) -> None:
+        """Let every wait of the thread that trains, now and later, raise an error: it must have ended before `close` releases the
+        model, since two threads that set the same gradients can end the process."""
+        error = ConnectivityError("this worker has ended")
+        self.bridge.abort(error)
+        if self.replicated is not None:
+            self.replicated.replica.abort(error)
+
     async def close(self) -> None:
-        """Release the user's model and the loaders' threads, also after an error."""
+        """Release the user's model and the loaders' threads, also after an error. The thread that trains must be idle."""
         self.closed = True
         self._allow_steps()
         self._allow_steps = lambda: None
