@@ -121,8 +121,7 @@ async def elastic_run(folder: Path, program: Callable[[Session, Life], None], *,
                         await context.membership.fail({"message": "killed", "exit_code": 137})
                     raise
                 finally:
-                    await core.close()
-                    await thread.close(10.0)
+                    await core.close(thread)
         except KilledError:
             if number < restarts:
                 await process(rank, number + 1)

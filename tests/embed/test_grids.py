@@ -347,8 +347,7 @@ async def test_a_run_that_is_stopped_leaves_a_whole_model(tmp_path: Path) -> Non
                 await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
                 return found
             finally:
-                await core.close()
-                await thread.close(1.0)
+                await core.close(thread)
 
     opened = open_run(topology, network=MemoryNetwork(), checkpoints=tmp_path / "checkpoints")
     async with opened as run, asyncio.TaskGroup() as tasks:

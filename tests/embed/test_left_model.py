@@ -71,8 +71,7 @@ async def script(run: OwnRun, rank: int, models: dict[int, nn.Module], steps: in
             session.report("eval", quality=0.25)
             await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
         finally:
-            await core.close()
-            await thread.close(1.0)
+            await core.close(thread)
 
 
 @pytest.mark.parametrize("kind", EXCHANGES)
@@ -195,8 +194,7 @@ async def stopped_script(run: OwnRun, rank: int, models: dict[int, nn.Module], a
             assert len(ends) == 3, "nothing can be trained any more"
             await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
         finally:
-            await core.close()
-            await thread.close(1.0)
+            await core.close(thread)
 
 
 @pytest.mark.parametrize("overlap", [None, True, False])

@@ -54,13 +54,8 @@ async def _run(topology: Topology, program: Callable[[Session], T], folder: Path
                     result = await thread.submit(lambda: program(Session(core)))
                     await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end"))
                     results[context.role.index] = result
-                except BaseException:  # cancelled, because of another worker's error
-                    core.give_up()
-                    await thread.close(10.0)
-                    raise
                 finally:
-                    await core.close()
-                    await thread.close(10.0)
+                    await core.close(thread)
 
         async def role(peer: str) -> None:
             try:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,17 @@ def kill(folder: Path, pid: int) -> None:
     (folder / "started-test").touch()
 
 
+def ends_without(run: Launched, folder: Path, peer: str, *, of: int) -> list[dict[str, Any]]:
+    """One of so many workers is killed while they train, and nobody else is lost. Returns the run's events."""
+    roles = run.wait_for(r"(worker/\d) \| ready (\d+)", of)
+    run.wait_for(r"^step ")
+    kill(folder, next(int(match[2]) for match in roles if match[1] == peer))
+    assert run.end() == 0, run
+    events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+    assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == [peer]
+    return events
+
+
 @pytest.mark.parametrize(("kind", "restarts"), [("gossip", 0), ("gossip", 1), ("averaging", 1), ("allreduce", 1)])
 def test_a_worker_is_killed(tmp_path: Path, kind: str, restarts: int) -> None:
     (tmp_path / "task.py").write_text(waiting(3 + restarts, successor=restarts > 0))
@@ -92,12 +104,7 @@ def test_a_worker_is_killed(tmp_path: Path, kind: str, restarts: int) -> None:
         topology = topology.replace("groups = 3", "groups = 1\ngroup_size = 3")
     (tmp_path / "trial.toml").write_text(topology)
     with Launched(tmp_path, "trial.toml") as run:
-        roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 3)
-        run.wait_for(r"^step ")
-        kill(tmp_path, next(int(match[2]) for match in roles if match[1] == "worker/1"))
-        assert run.end() == 0, run
-        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
-        assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/1"]
+        events = ends_without(run, tmp_path, "worker/1", of=3)
         members = {event["rank"]: event["values"]["members"] for event in events if event["kind"] == "view"}
         assert members[0] == members[2] == ["worker/0", *(["worker/1"] if restarts else []), "worker/2"]
         for rank in (0, 2):
@@ -113,12 +120,7 @@ def test_a_worker_of_a_pair_is_killed_where_pairs_average_their_models(tmp_path:
     topology = topology.replace("[observe]", f'every = 4\naveraging = {{ method = "{method}" }}\n[observe]')
     (tmp_path / "trial.toml").write_text(topology)
     with Launched(tmp_path, "trial.toml") as run:
-        roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 4)
-        run.wait_for(r"^step ")
-        kill(tmp_path, next(int(match[2]) for match in roles if match[1] == "worker/0"))
-        assert run.end() == 0, run
-        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
-        assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/0"]
+        events = ends_without(run, tmp_path, "worker/0", of=4)
         members = {event["rank"]: event["values"]["members"] for event in events if event["kind"] == "view"}
         assert all(members[rank] == [f"worker/{rank}" for rank in range(4)] for rank in (1, 2, 3))
         steps = [event for event in events if event["kind"] == "step"]
@@ -139,12 +141,7 @@ def test_servers_go_on_without_the_first_worker_and_with_its_successor(tmp_path:
     topology = topology.replace("[observe]", f'staleness = "{staleness}"\n[observe]')
     (tmp_path / "trial.toml").write_text(topology)
     with Launched(tmp_path, "trial.toml") as run:
-        roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 3)
-        run.wait_for(r"^step ")
-        kill(tmp_path, next(int(match[2]) for match in roles if match[1] == "worker/0"))
-        assert run.end() == 0, run
-        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
-        assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/0"]
+        events = ends_without(run, tmp_path, "worker/0", of=3)
         members = [event["values"]["members"] for event in events if event["kind"] == "view" and event["rank"] == 2]
         assert members[0] == ["worker/1", "worker/2"]
         assert members[-1] == ["worker/0", "worker/1", "worker/2"]
@@ -167,12 +164,7 @@ def test_a_group_goes_on_without_one_of_its_workers_and_with_its_successor(tmp_p
     topology = topology.replace("[observe]", f'staleness = "{staleness}"\n[observe]')
     (tmp_path / "trial.toml").write_text(topology)
     with Launched(tmp_path, "trial.toml") as run:
-        roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 4)
-        run.wait_for(r"^step ")
-        kill(tmp_path, next(int(match[2]) for match in roles if match[1] == "worker/0"))
-        assert run.end() == 0, run
-        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
-        assert [event["values"]["peer"] for event in events if event["kind"] == "lost"] == ["worker/0"]
+        events = ends_without(run, tmp_path, "worker/0", of=4)
         views = [event["values"]["members"] for event in events if event["kind"] == "view" and event["rank"] == 1]
         assert views[0] == ["worker/1", "worker/2", "worker/3"]
         assert views[-1] == ["worker/0", "worker/1", "worker/2", "worker/3"]

@@ -4,7 +4,6 @@ what the workers of a group average; with torch it is a replay in plain PyTorch,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.simulate.worlds import run
 from zmqtrain import Task
 from zmqtrain.simulate.explore import explore
 from zmqtrain.simulate.faults import Fault, kill, pause, restart, slow
@@ -60,24 +60,6 @@ trace_steps = 0
 def topology(method: str = "", *, every: int = 4, groups: int = 2, size: int = 2, job: str = "") -> Topology:
     text = TOPOLOGY.format(steps=STEPS, method=method, every=every, groups=groups, size=size, hosts=groups * size, job=job)
     return parse_topology(text)
-
-
-def run(shape: Topology, *faults: Fault) -> tuple[dict[str, list[int]], list[tuple[str, ...]], float]:
-    """The steps of each worker, the members after each change, and how long it took."""
-    steps: dict[str, list[int]] = {}
-    views: dict[str, list[tuple[str, ...]]] = {}
-
-    def hear(peer: str, events: Sequence[Mapping[str, Any]]) -> None:
-        for event in events:
-            if event["kind"] == "step":
-                steps.setdefault(peer, []).append(event["step"])
-            elif event["kind"] == "view":
-                views.setdefault(peer, []).append(tuple(event["values"]["members"]))
-
-    result = simulate(shape, options=Options(faults=faults, on_report=hear))
-    assert result.ending.status == "done", result.ending.error
-    assert result.broken == []
-    return steps, max(views.values(), key=len, default=[]), result.seconds
 
 
 @pytest.mark.parametrize("method", METHODS)

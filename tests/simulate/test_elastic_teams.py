@@ -10,45 +10,26 @@ from typing import Any
 
 import pytest
 
-from tests.simulate.worlds import POLICIES, STEPS, profile_file, teams_topology
+from tests.simulate.worlds import POLICIES, STEPS, profile_file, run, teams_topology
 from zmqtrain.simulate.explore import explore
-from zmqtrain.simulate.faults import Fault, drop, kill, partition, pause, restart, slow
+from zmqtrain.simulate.faults import drop, kill, partition, pause, restart, slow
 from zmqtrain.simulate.run import Options, simulate
-from zmqtrain.topology.schema import Topology
 
 #: Those that let groups go on by themselves.
 APART = [policy for policy in POLICIES if policy != '"sync"']
 
 
-def run(shape: Topology, *faults: Fault) -> tuple[dict[str, list[int]], list[tuple[str, ...]]]:
-    """The steps of each worker, and the members after each change."""
-    steps: dict[str, list[int]] = {}
-    views: dict[str, list[tuple[str, ...]]] = {}
-
-    def hear(peer: str, events: Sequence[Mapping[str, Any]]) -> None:
-        for event in events:
-            if event["kind"] == "step":
-                steps.setdefault(peer, []).append(event["step"])
-            elif event["kind"] == "view":
-                views.setdefault(peer, []).append(tuple(event["values"]["members"]))
-
-    result = simulate(shape, options=Options(faults=faults, on_report=hear))
-    assert result.ending.status == "done", result.ending.error
-    assert result.broken == []
-    return steps, max(views.values(), key=len, default=[])
-
-
 @pytest.mark.parametrize("staleness", APART)
 def test_a_group_goes_on_with_fewer_and_others_train_the_step_that_it_gave_up(staleness: str) -> None:
     """The auditor requires all batches of the epoch."""
-    steps, views = run(teams_topology(staleness, epochs=True), kill("worker/1", step=3))
+    steps, views, _ = run(teams_topology(staleness, epochs=True), kill("worker/1", step=3))
     assert views == [("worker/0", "worker/2", "worker/3")]
     assert steps["worker/0"][:3] == [0, 1, 2]
     assert steps["worker/0"][-1] > 10
 
 
 def test_the_first_of_a_group_is_lost_and_comes_back() -> None:
-    steps, views = run(teams_topology('"async"', epochs=True, job="restarts = 1"), kill("worker/0", step=3))
+    steps, views, _ = run(teams_topology('"async"', epochs=True, job="restarts = 1"), kill("worker/0", step=3))
     assert views[-1] == ("worker/0", "worker/1", "worker/2", "worker/3")
     assert steps["worker/0"][-1] == steps["worker/1"][-1] > 10
 
@@ -56,7 +37,7 @@ def test_the_first_of_a_group_is_lost_and_comes_back() -> None:
 def test_a_worker_that_waits_for_its_last_step_does_not_rest_if_others_leave_it_something_meanwhile() -> None:
     """One of its group is slow. The other group loses a worker in the meantime, and gets it back."""
     faults = slow("worker/1", 20.0, at=0.057), restart("h3", at=0.05, after=0.304)
-    steps, _ = run(teams_topology('"async"', epochs=True, job="restarts = 2"), *faults)
+    steps, _, _ = run(teams_topology('"async"', epochs=True, job="restarts = 2"), *faults)
     assert steps["worker/0"][-1] > 14
 
 
@@ -69,7 +50,7 @@ def test_workers_that_lose_each_other_find_the_servers_when_they_come_back() -> 
 
 def test_a_whole_group_is_lost_one_after_the_other_and_one_of_it_comes_back() -> None:
     faults = kill("worker/2", step=3), restart("worker/3", at=0.02, after=0.01)
-    steps, views = run(teams_topology("{ bound = 2 }", epochs=True), *faults)
+    steps, views, _ = run(teams_topology("{ bound = 2 }", epochs=True), *faults)
     assert ("worker/0", "worker/1") in views
     assert views[-1] == ("worker/0", "worker/1", "worker/3")
     assert steps["worker/3"][-1] > 10
@@ -81,7 +62,7 @@ def test_one_of_each_group_of_three() -> None:
 
 
 def test_the_only_group_goes_on_to_its_last_worker() -> None:
-    steps, _ = run(teams_topology('"async"', groups=1, size=3), kill("worker/0", step=4), kill("worker/2", step=9))
+    steps, _, _ = run(teams_topology('"async"', groups=1, size=3), kill("worker/0", step=4), kill("worker/2", step=9))
     assert steps["worker/1"][-1] == STEPS - 1
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zmqtrain.simulate.faults import Fault
+from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
 
@@ -91,3 +94,21 @@ def teams_topology(staleness: str, *, groups: int = 2, size: int = 2, epochs: bo
     text = SERVERS.format(staleness=staleness, length=length, batch=batch, job=job, servers=2, exchange="")
     text = text.replace('"h[1-3]"', f'"h[1-{groups * size}]"').replace("groups = 3", f"groups = {groups}\ngroup_size = {size}")
     return parse_topology(text)
+
+
+def run(shape: Topology, *faults: Fault) -> tuple[dict[str, list[int]], list[tuple[str, ...]], float]:
+    """A whole run, in which nothing may break: the steps of each worker, the members after each change, and how long it took."""
+    steps: dict[str, list[int]] = {}
+    views: dict[str, list[tuple[str, ...]]] = {}
+
+    def hear(peer: str, events: Sequence[Mapping[str, Any]]) -> None:
+        for event in events:
+            if event["kind"] == "step":
+                steps.setdefault(peer, []).append(event["step"])
+            elif event["kind"] == "view":
+                views.setdefault(peer, []).append(tuple(event["values"]["members"]))
+
+    result = simulate(shape, options=Options(faults=faults, on_report=hear))
+    assert result.ending.status == "done", result.ending.error
+    assert result.broken == []
+    return steps, max(views.values(), key=len, default=[]), result.seconds

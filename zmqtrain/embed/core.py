@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
+from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.seeding import seed_torch
@@ -528,16 +529,16 @@ class Core:
 
         await self.members.together("model", replicated.step, leave)
 
-    def give_up(self) -> None:
-        """Let every wait of the thread that trains, now and later, raise an error: it must have ended before `close` releases the
-        model, since two threads that set the same gradients can end the process."""
-        error = ConnectivityError("this worker has ended")
-        self.bridge.abort(error)
-        if self.replicated is not None:
-            self.replicated.replica.abort(error)
-
-    async def close(self) -> None:
-        """Release the user's model and the loaders' threads, also after an error. The thread that trains must be idle."""
+    async def close(self, thread: BackgroundThread | None = None) -> None:
+        """Release the user's model and the loaders' threads, also after an error. ``thread``: the one that trains, which is ended
+        before: two threads that set the same gradients can end the process. Without it, nothing trains any more."""
+        if thread is not None:
+            if not self.finished:  # it may be waiting for others
+                error = ConnectivityError("this worker has ended")
+                self.bridge.abort(error)
+                if self.replicated is not None:
+                    self.replicated.replica.abort(error)
+            await thread.close(self.context.timeouts.grace_s)
         self.closed = True
         self._allow_steps()
         self._allow_steps = lambda: None

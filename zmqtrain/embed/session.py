@@ -263,13 +263,8 @@ async def join() -> AsyncIterator[AsyncSession]:
             # In the compute thread, since an exchange may still need to compute something.
             await thread.submit(lambda: core.bridge.call(core.guard(core.finish()), "the end of the session"))
             await thread.submit(core.callbacks.deliver)
-        except BaseException:  # cancelled, perhaps, in the middle of `AsyncSession.run`
-            core.give_up()
-            await thread.close(context.timeouts.grace_s)
-            raise
-        finally:
-            await core.close()
-            await thread.close(context.timeouts.grace_s)
+        finally:  # perhaps cancelled in the middle of `AsyncSession.run`
+            await core.close(thread)
     if stopped is not None:
         raise stopped
 
