@@ -10,7 +10,7 @@ import pytest
 
 from zmqtrain.errors import PeerTimeoutError
 from zmqtrain.simulate.clock import run_virtual
-from zmqtrain.waiting import first_error, in_time, settle, task_group, together
+from zmqtrain.waiting import first_error, in_time, settle, task_group, to_the_end, together
 
 
 def test_together_waits_for_all() -> None:
@@ -132,5 +132,46 @@ def test_a_wait_is_ended_once() -> None:
         del unheard
         gc.collect()
         assert not messages
+
+    run_virtual(main())
+
+
+def test_what_must_not_be_left_halfway_ends_before_its_cancellation_is_raised() -> None:
+    ended: list[float] = []
+
+    async def closing() -> str:
+        await asyncio.sleep(5.0)
+        ended.append(asyncio.get_running_loop().time())
+        return "closed"
+
+    async def main() -> str:
+        task = asyncio.create_task(to_the_end(closing()))
+        for _ in range(3):
+            await asyncio.sleep(1.0)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended == [5.0]
+        return await to_the_end(closing())
+
+    assert run_virtual(main()) == "closed"
+    assert ended == [5.0, 10.0]
+
+
+def test_the_error_of_what_is_not_left_halfway_is_raised_or_lost_to_a_cancellation() -> None:
+    async def failing() -> None:
+        await asyncio.sleep(1.0)
+        raise ValueError("broken")
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="broken"):
+            await to_the_end(failing())
+        task = asyncio.create_task(to_the_end(failing()))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        gc.collect()  # no complaint of an error that nobody has seen
 
     run_virtual(main())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 from zmqtrain.errors import PeerTimeoutError
+
+T = TypeVar("T")
 
 
 async def together(*coroutines: Coroutine[Any, Any, Any]) -> None:
@@ -42,6 +44,21 @@ async def abandoned(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in cancelled:
         if not task.cancelled():
             task.exception()
+
+
+async def to_the_end(awaitable: Awaitable[T]) -> T:
+    """Await what must not be left halfway: if this is cancelled, however often, that is raised only when it has ended. Its own
+    result or error is lost then."""
+    whole = asyncio.ensure_future(awaitable)
+    try:
+        return await asyncio.shield(whole)
+    except asyncio.CancelledError:
+        while not whole.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({whole})
+        if not whole.cancelled():
+            whole.exception()  # it counts as retrieved
+        raise
 
 
 def settle(future: asyncio.Future[None], error: BaseException | None) -> None:

@@ -234,3 +234,27 @@ def test_a_worker_that_others_give_up_is_not_closed_while_its_thread_trains() ->
     with pytest.raises(TaskError, match="given up"):
         run_sessions(topology_of(compute={"groups": 2}, exchange={"kind": "averaging"}), program)
     assert closed == [False]
+
+
+async def test_a_worker_that_is_cancelled_again_while_it_closes_releases_its_model() -> None:
+    begun, may_end, cores = threading.Event(), threading.Event(), []
+
+    def program() -> None:
+        begun.set()
+        assert may_end.wait(60.0)
+
+    async def worker() -> None:
+        async with zmqtrain.join() as session:
+            model = nn.Linear(4, 2)
+            await session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            cores.append(session._core)
+            await session.run(program)
+
+    running = asyncio.create_task(worker())
+    assert await asyncio.to_thread(begun.wait, 60.0)
+    for _ in range(3):
+        running.cancel()
+        await asyncio.sleep(0.01)  # the thread still runs
+    may_end.set()
+    await asyncio.wait({running})
+    assert cores[0].closed

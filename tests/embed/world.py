@@ -8,6 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import torch
+
 from zmqtrain.data.background import BackgroundThread
 from zmqtrain.embed.core import Core
 from zmqtrain.embed.own_run import open_run
@@ -27,8 +29,12 @@ def topology_of(**sections: Any) -> Topology:
 def run_sessions(topology: Topology, program: Callable[[Session], T], warnings: list[str] | None = None) -> list[T]:
     """``program(session)`` on each worker of the topology; what it returns, by rank. Raises the first worker's error. ``warnings``
     gets those of the run."""
-    with TemporaryDirectory() as folder:
-        return asyncio.run(_run(topology, program, Path(folder, "checkpoints"), [] if warnings is None else warnings))
+    backward = torch.autograd.backward
+    try:
+        with TemporaryDirectory() as folder:
+            return asyncio.run(_run(topology, program, Path(folder, "checkpoints"), [] if warnings is None else warnings))
+    finally:
+        assert torch.autograd.backward is backward, "a session has not released its model"
 
 
 async def _run(topology: Topology, program: Callable[[Session], T], folder: Path, warnings: list[str]) -> list[T]:

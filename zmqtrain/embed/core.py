@@ -60,6 +60,7 @@ from zmqtrain.train.shares import Scope as StepScope
 from zmqtrain.train.shares import draws_of, in_step
 from zmqtrain.train.task import check_layers, check_model
 from zmqtrain.train.verifying import one_of_each
+from zmqtrain.waiting import to_the_end
 from zmqtrain.wire.tensor import TensorPayload
 
 T = TypeVar("T")
@@ -531,7 +532,11 @@ class Core:
 
     async def close(self, thread: BackgroundThread | None = None) -> None:
         """Release the user's model and the loaders' threads, also after an error. ``thread``: the one that trains, which is ended
-        before: two threads that set the same gradients can end the process. Without it, nothing trains any more."""
+        before: two threads that set the same gradients can end the process. Without it, nothing trains any more. Cancelled, it
+        releases all the same: torch's own backward would stay watched."""
+        await to_the_end(self._close(thread))
+
+    async def _close(self, thread: BackgroundThread | None) -> None:
         if thread is not None:
             if not self.finished:  # it may be waiting for others
                 error = ConnectivityError("this worker has ended")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import TypeVar
 
+from zmqtrain.waiting import to_the_end
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -35,14 +35,7 @@ class Arithmetic:
         """Run ``work``, which reads and writes ``nbytes`` bytes, as `do` does."""
         if nbytes < INLINE_BYTES:
             return work()
-        outcome = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        try:
-            return await asyncio.shield(outcome)
-        except asyncio.CancelledError:
-            while not outcome.done():
-                with suppress(asyncio.CancelledError):  # the caller is cancelled only once
-                    await asyncio.wait({outcome})
-            raise
+        return await to_the_end(asyncio.get_running_loop().run_in_executor(self._thread, work))
 
     def close(self) -> None:
         """No more work will be requested."""
