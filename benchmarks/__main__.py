@@ -35,7 +35,7 @@ def bench(
             "--part",
             help="cluster: launch, links, ddp or accuracy alone. efficiency: figure, uneven, lenet, lenet-merged, cifarnet or "
             "cifarnet-merged. merged: emulated, simulated, staleness or pipelining. soak: an exchange. quality: a problem and a "
-            "network. compression: a problem. May be repeated.",
+            "network. compression and accuracy: a problem. May be repeated.",
         ),
     ] = None,
     workers: Annotated[
@@ -45,12 +45,14 @@ def bench(
         str | None, typer.Option(help="quality: a Python that has torchft, hivemind and what zmqtrain needs, to run them, too.")
     ] = None,
     systems: Annotated[
-        list[str] | None, typer.Option("--system", help="quality: some systems alone, beside DDP. May be repeated.")
+        list[str] | None,
+        typer.Option("--system", help="quality and accuracy: some systems alone, beside DDP or one process. May be repeated."),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="cluster: where MNIST is, for accuracy. quality and compression: CIFAR-10 and Shakespeare. Also ZMQTRAIN_DATA."
+            help="cluster: where MNIST is, for accuracy. quality and compression: CIFAR-10 and Shakespeare. accuracy: all three. "
+            "Also ZMQTRAIN_DATA."
         ),
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="soak: how long all its runs train together; 30.")] = None,

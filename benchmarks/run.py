@@ -20,10 +20,10 @@ from zmqtrain.errors import UsageError
 NAMES = (
     "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster",
     "efficiency", "loader", "study", "planner", "predicted", "divided", "memory", "backend", "dashboard", "mutations", "replicas",
-    "coordinator", "soak", "failures", "quality", "compression",
+    "coordinator", "soak", "failures", "quality", "compression", "accuracy",
 )  # fmt: skip
 #: Those of which parts may be run alone.
-DIVIDED = ("cluster", "efficiency", "merged", "soak", "quality", "compression", "parallel")
+DIVIDED = ("cluster", "efficiency", "merged", "soak", "quality", "compression", "accuracy", "parallel")
 
 
 def run_bench(
@@ -47,7 +47,7 @@ def run_bench(
     """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name.
 
     ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``systems``: some of
-    ``quality``'s; ``workers``: for ``efficiency``, with so many; ``data``: for those that train, where it is;
+    ``quality``'s or ``accuracy``'s; ``workers``: for ``efficiency``, with so many; ``data``: for those that train, where it is;
     ``minutes`` and ``every``: for ``soak``, how long it takes, and the seconds between two faults."""
     if encrypted and name != "net":
         raise UsageError(f"benchmark {name} has no --encrypted: net has")
@@ -55,8 +55,8 @@ def run_bench(
         raise UsageError(f"benchmark {name} has no --part: {', '.join(DIVIDED)} have")
     if (minutes or every) and name != "soak":
         raise UsageError(f"benchmark {name} has no --minutes and no --every: soak has")
-    if systems and name != "quality":
-        raise UsageError(f"benchmark {name} has no --system: quality has")
+    if systems and name not in ("quality", "accuracy"):
+        raise UsageError(f"benchmark {name} has no --system: quality and accuracy have")
     if workers and name != "efficiency":
         raise UsageError(f"benchmark {name} has no --workers: efficiency has")
     cases = (
@@ -135,6 +135,10 @@ def _in_parts(
         from benchmarks import compression
 
         return compression.bench_compression(parts, data=data)
+    if name == "accuracy":
+        from benchmarks import accuracy
+
+        return accuracy.bench_accuracy(parts, data=data, ways=peers[1])
     if name == "parallel":
         from benchmarks import parallel
 
