@@ -94,11 +94,12 @@ def test_interrupted_stopped_and_done(tmp_path: Path, monkeypatch: pytest.Monkey
         assert step > about["step"]
         assert re.search(rf"stopped after step {step}; the checkpoint is .*step-{step:08d}", stop.stdout)
     stopped = run.run
+    assert not any("trained otherwise" in line for line in run.lines)
     steps = step + 5
-    with Launched(
-        prepare(tmp_path / "third", TASK, TOPOLOGY), "trial.toml", f"--resume={stopped}", f"--set=job.steps={steps}"
-    ) as run:
+    settings = (f"--set=job.steps={steps}", "--set=optimizer.clip_norm=500")
+    with Launched(prepare(tmp_path / "third", TASK, TOPOLOGY), "trial.toml", f"--resume={stopped}", *settings) as run:
         assert run.end() == 0, run
+        run.wait_for(rf"note: {re.escape(str(stopped))} was trained otherwise: \[optimizer\] clip_norm = 500.0 \(was 0.0\)$")
         assert evaluate(run) == pytest.approx(run.json("summary.json")["eval"]["eval_loss"], rel=1e-6)
         assert run.json("model.json")["metrics"] == run.json("summary.json")["eval"]
         (kept,) = (run.run / "checkpoints").iterdir()

@@ -44,6 +44,7 @@ from zmqtrain.run.ending import Ending, ending_by, ending_of
 from zmqtrain.run.preemption import INTERRUPTED, Preemption
 from zmqtrain.run.record import RunRecord
 from zmqtrain.run.report import headline
+from zmqtrain.run.resumed import changed_since
 from zmqtrain.topology.cautions import cautions
 from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.placement import place
@@ -285,6 +286,9 @@ class Launch:
         said = continues or self._record.restarts
         for caution in () if said else cautions(self._topology, self._placement, gpus()):  # what the user may not have meant
             self._record.note(str(caution))
+        resume = None if said else self._description.resume
+        if resume is not None and (changed := changed_since(Path(resume), self._topology)):
+            self._record.note(changed)
         if gathered.said:
             self._view.note(gathered.said)
         return self._description if gathered.told is None else replace(self._description, topology=gathered.told)
