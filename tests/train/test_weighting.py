@@ -429,3 +429,45 @@ async def test_a_mean_over_tokens_of_batches_with_lengths_of_their_own_is_refuse
         topology_of(job={"steps": 3}, compute=shape, data={"shuffle": "none"}, exchange={"kind": "allreduce"}), recipe
     )
     assert by_sample != any("elements for each sample" in str(error) for error in result.errors.values())
+
+
+def figure(output: Tensor, target: Tensor) -> Any:
+    return cross_entropy(output, target), (output.argmax(1) == target).double().mean()
+
+
+@pytest.mark.parametrize("compute", [{"groups": 1, "group_size": 1}, {"groups": 1, "group_size": 2}])
+async def test_a_figure_beside_the_loss_is_not_taken_for_its_weight(compute: dict[str, Any]) -> None:
+    with pytest.raises(TaskError, match=r"is no weight of its samples: it is 0.* for 8 samples, but"):
+        await trained(figure, batch_size=8 * compute["group_size"], **compute)
+
+
+async def test_a_second_loss_beside_the_loss_is_not_taken_for_its_weight() -> None:
+    def losses(output: Tensor, target: Tensor) -> Any:
+        return cross_entropy(output, target), output.pow(2).mean()
+
+    with pytest.raises(TaskError, match="depends on the model's parameters"):
+        await trained(losses, groups=1, group_size=1, batch_size=8)
+
+
+async def test_the_mean_of_each_part_itself_may_be_meant() -> None:
+    def own(output: Tensor, target: Tensor) -> Any:
+        return output.std() * len(target), len(target)
+
+    await trained(own, groups=1, group_size=2, batch_size=16)
+
+
+async def test_pairs_of_metrics_are_numbers_or_tensors_and_weights_add_up() -> None:
+    def right(output: Tensor, target: Tensor) -> Any:
+        return (output.argmax(1) == target).sum().item(), len(target)
+
+    recipe = Recipe(
+        loss=cross_entropy,
+        train_data=data(),
+        eval_data=data(),
+        metrics={"right": right, "two": figure, "mean": lambda o, t: right(o, t)[0] / len(t)},
+    )
+    result = await run(topology_of(compute={"group_size": 2, "batch_size": 8}, job={"steps": 2}), recipe)
+    assert not result.errors
+    (metrics,) = result.recorders["worker/0"].of("eval")
+    assert metrics["eval_right"] == pytest.approx(metrics["eval_mean"])
+    assert "eval_two" not in metrics

@@ -30,6 +30,7 @@ from zmqtrain.train.weighting import (
     rows_counted,
     taken_apart,
     tried_on_halves,
+    weight_of,
 )
 
 Sums = npt.NDArray[np.float64]
@@ -82,7 +83,9 @@ class Metrics:
                 pair = parted(value)
                 count = rows_counted(target, samples)
                 if pair is not None:
-                    of = float(pair[0]), float(pair[1])
+                    if tries and not _is_weighted(measure, output, target, samples, pair[1]):
+                        self._no_means.add(name)
+                    of = float(pair[0]), math.nan if name in self._no_means else float(pair[1])
                 else:
                     number = _number(name, value)
                     if not alone and (tries or count != samples) and not _is_mean(measure, output, target, count, samples, value):
@@ -124,6 +127,12 @@ def _is_mean(measure: Measure, output: Any, target: Any, count: int, samples: in
     if (of_model(value, output) or (found is not None and found.alike)) and ignored_by_model(target) is not None:
         return False
     return count == samples if found is None else found.mean
+
+
+def _is_weighted(measure: Measure, output: Any, target: Any, samples: int, weight: Any) -> bool:
+    """Whether the second value of a pair is the weight of the samples, as far as that can be seen."""
+    found = tried_on_halves(measure, output, target, samples, weight, of=weight_of) if samples > 1 else None
+    return found is None or found.adds_up
 
 
 def _are_classes(output: Any, target: Any) -> bool:

@@ -35,6 +35,7 @@ from zmqtrain.train.weighting import (
     require_none_ignored,
     require_none_ignored_by_model,
     require_same_counts,
+    require_weight,
 )
 from zmqtrain.train.work import StepResult
 
@@ -93,6 +94,7 @@ class TrainStep:
         self._watches = settings.shared  # the first forward
         self._divides = divides and weights is not None
         self._tries = LOSSES_TRIED if self._divides else 0
+        self._weights_tried = 0
         self._counts: list[tuple[str, float]] = []  # of the last loss that was tried
         self._looked = settings.rank != 0 or not settings.blind  # whether unreached parameters have been checked
         self._losses = Losses(device.staging, settings.rank, settings.accumulate, stop=settings.on_nan == "stop")
@@ -188,6 +190,9 @@ class TrainStep:
                     self._try(part, output, loss)
         if (pair := parted(loss)) is not None and pair[0].requires_grad:
             total, weight = pair
+            if self._weights_tried < LOSSES_TRIED:
+                self._weights_tried += 1
+                require_weight(self._loss, output, part.target, part.samples, weight)
             self._weighted, self._weight = True, self._weight + float(weight)
             return mean_of(total, weight), total, 1, part.samples
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
@@ -119,6 +120,19 @@ def require_mean(loss: Callable[[Any, Any], Any], output: Any, target: Any, samp
     return not found.alike
 
 
+def require_weight(loss: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, weight: Tensor | float) -> None:
+    """Raise `TaskError` if ``weight``, the second value of the pair that the loss has returned, is no weight of the samples.
+
+    A loss that returns its value and another figure would be divided by that figure."""
+    found = tried_on_halves(loss, output, target, samples, weight, of=weight_of) if samples > 1 else None
+    if found is not None and not found.adds_up:
+        raise TaskError(
+            "the second value of the pair that Task.loss(output, target) has returned is no weight of its samples: "
+            f"{found} A pair is (sum, weight): the loss is sum / weight, and the weights of parts of a batch add up to that of the "
+            "batch. Return the loss alone; other figures belong in Task.metrics"
+        )
+
+
 def require_same_counts(before: list[tuple[str, float]], now: list[tuple[str, float]]) -> list[tuple[str, float]]:
     """Raise `TaskError` if a loss is a mean over other numbers of elements for each sample than ``before``, for as many samples
     (the first entry). Returns those of ``now``.
@@ -221,6 +235,14 @@ class _Halves:
         return abs(self.repeated - self.whole) > tolerance * max(abs(self.whole), abs(self.repeated))
 
     @property
+    def adds_up(self) -> bool:
+        """Whether the whole is the sum of the halves, or cannot be compared."""
+        if self.again != self.whole or not math.isfinite(self.whole):
+            return True
+        added = self.first + self.second
+        return abs(added - self.whole) <= max(self.tolerance, 1e-5) * max(abs(self.whole), abs(self.first), abs(self.second))
+
+    @property
     def alike(self) -> bool:
         """Whether the halves have the value of the whole."""
         return self.half > 0 and self.whole == self.first == self.second
@@ -239,9 +261,18 @@ def _times(samples: int) -> int:
     return 2 if samples > 2 else 3
 
 
-def tried_on_halves(measure: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, value: Any) -> _Halves | None:
+def tried_on_halves(
+    measure: Callable[[Any, Any], Any],
+    output: Any,
+    target: Any,
+    samples: int,
+    value: Any,
+    *,
+    of: Callable[[Any], Any] = lambda value: value,
+) -> _Halves | None:
     """The values of a loss or a metric for halves of the samples; ``None`` if it is not known what belongs to which sample, or if
-    it cannot be computed of a half, or if it is a pair (sum, weight). ``value``: what it was for all of them.
+    it cannot be computed of a half, or if it is a pair (sum, weight). ``value``: what it was for all of them. ``of``: the number
+    in question of what ``measure`` returns.
 
     They are computed in float64, where a mean differs from its parts' mean by rounding alone; if ``measure`` does not take that,
     in the types that there are. A copy of ``measure`` is called, so that one that counts its calls does not count these. torch's
@@ -259,14 +290,14 @@ def tried_on_halves(measure: Callable[[Any, Any], Any], output: Any, target: Any
                 # What counts its calls is in the same state for each, and in another one for the last.
                 copies = (_apart(measure), _apart(measure), copied, copied)
                 found = [
-                    each(*(rows(one, part, samples, fields=True) for one in converted))
+                    of(each(*(rows(one, part, samples, fields=True) for one in converted)))
                     for each, part in zip(copies, parts, strict=True)
                 ]
                 first, second, whole, again = map(float, found)
             except Exception:  # noqa: BLE001 - a whole batch has given a value, and that is all that is asked of it
                 return None
             try:
-                repeated = float(_apart(measure)(*(rows(one, again_and_again, samples, fields=True) for one in converted)))
+                repeated = float(of(_apart(measure)(*(rows(one, again_and_again, samples, fields=True) for one in converted))))
             except Exception:  # noqa: BLE001 - as above
                 repeated = None
         return _Halves(samples, half, whole, first, second, again, repeated, 5e-2 if rounded else max(map(_tolerance, found)))
@@ -442,13 +473,28 @@ class WeightSums:
 
 
 def parted(loss: Any) -> tuple[Tensor, Tensor | float] | None:
-    """The pair (sum, weight), if the task's loss has returned one; otherwise ``None``."""
+    """The pair (sum, weight), if the task's loss or metric has returned one; otherwise ``None``.
+
+    Raises `TaskError` if the weight depends on parameters: the gradient would be another one than that of sum / weight."""
     match loss:
-        case (Tensor() as total, Tensor() | int() | float() as weight) if total.numel() == 1:
-            if isinstance(weight, Tensor) and weight.numel() != 1:
+        case (Tensor() | Real() as total, Tensor() | Real() as weight):
+            sum_ = total if isinstance(total, Tensor) else torch.tensor(float(total), dtype=torch.float64)
+            if sum_.numel() != 1 or (isinstance(weight, Tensor) and weight.numel() != 1):
                 return None
-            return total, weight.detach() if isinstance(weight, Tensor) else float(weight)
+            if isinstance(weight, Tensor) and weight.requires_grad:
+                raise TaskError(
+                    "the second value of the pair that Task.loss(output, target) has returned depends on the model's parameters. A "
+                    "pair is (sum, weight): the loss is sum / weight, and no gradient goes through the weight. Return the loss "
+                    "alone (other figures belong in Task.metrics); if a weight is meant, detach it"
+                )
+            return sum_, weight if isinstance(weight, Tensor) else float(weight)
     return None
+
+
+def weight_of(pair: Any) -> Any:
+    """The weight of a pair (sum, weight)."""
+    _, weight = pair
+    return weight
 
 
 def mean_of(total: Tensor, weight: Tensor | float) -> Tensor:
