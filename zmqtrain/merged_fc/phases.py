@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.errors import UsageError
 from zmqtrain.merged_fc.cut import ForwardStep, StepKind, second_phase
 from zmqtrain.merged_fc.trace import traced
 from zmqtrain.parallel.placed.model import layer_sizes
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.adapted_schedule import Schedule
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.task import Task, build_model, build_optimizer
 
@@ -91,7 +91,7 @@ def split_model(model: nn.Module, name: PhaseName, split: str | None = None) -> 
     return Phase(model, name, graphs, sizes)
 
 
-def build_phase(task: Task, name: PhaseName, topology: Topology, device: Device) -> tuple[Phase, Optimizer, LRScheduler | None]:
+def build_phase(task: Task, name: PhaseName, topology: Topology, device: Device) -> tuple[Phase, Optimizer, Schedule | None]:
     """Build the whole model, and keep one phase of it, with an optimizer of only this phase's parameters. Called in the compute
     thread, with torch seeded.
 

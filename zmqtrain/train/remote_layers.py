@@ -11,9 +11,9 @@ from zmqtrain.train.device.modelled import Waited
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
 
     from zmqtrain.data.batch import Batch
+    from zmqtrain.train.adapted_schedule import Schedule
     from zmqtrain.train.device.base import Device
     from zmqtrain.train.evaluate import Evaluation, EvaluationSettings
     from zmqtrain.train.replica import TorchReplica
@@ -46,7 +46,7 @@ class OwnLayers:
     """Maps the model's inputs to the activations that are sent."""
     optimizer: Optimizer
     """All parameter groups of the task's optimizer, with only this model's parameters."""
-    schedule: LRScheduler | None
+    schedule: Schedule | None
     sizes: Mapping[str, int]
     """The number of parameters of each layer of the whole model, by the layer's name."""
 

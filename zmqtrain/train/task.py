@@ -31,6 +31,7 @@ from zmqtrain.exchange.momentum import explicit_of, with_momentum
 from zmqtrain.exchange.optimizer import require_no_step_hooks, require_separable
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.suggest import did_you_mean
+from zmqtrain.train.adapted_schedule import AdaptedSchedule, Schedule
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.checkpoint.folder import can_hold
 from zmqtrain.train.shared_storage import check_storage, storage_of
@@ -256,7 +257,7 @@ def build_model(task: Task) -> nn.Module:
 
 def build_optimizer_of(
     task: Task, model: nn.Module, *, lr_factor: float = 1.0, lr: float | None = None, momentum: float | None = None
-) -> tuple[Optimizer, LRScheduler | None]:
+) -> tuple[Optimizer, Schedule | None]:
     """The task's optimizer of the model's trainable parameters, with changed learning rates, and the task's schedule.
 
     ``lr``: replaces the first parameter group's; the others keep their ratio to it, and there is no schedule. ``momentum``:
@@ -272,14 +273,18 @@ def build_optimizer_of(
     known = {id(parameter) for parameter in parameters}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise TaskError("Task.optimizer(parameters) returned an optimizer of other parameters than those it was given")
-    if momentum is not None:
-        _set_momentum(optimizer, momentum)
     if lr is not None:
         lr_factor *= _ratio(optimizer, lr)
-    if lr_factor != 1.0:
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * lr_factor
+
+    def adapt(optimizer: Optimizer) -> None:
+        if momentum is not None:
+            _set_momentum(optimizer, momentum)
+        if lr_factor != 1.0:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * lr_factor
+
     if task.schedule is None or lr is not None:
+        adapt(optimizer)
         return optimizer, None
     with user_code("Task.schedule(optimizer)"):
         schedule = task.schedule(optimizer)
@@ -288,10 +293,11 @@ def build_optimizer_of(
             f"Task.schedule(optimizer) returned an object of type {type(schedule).__name__}; it must return a torch "
             "LRScheduler that is stepped once a training step (ReduceLROnPlateau needs a metric and is not supported)"
         )
-    return optimizer, schedule
+    adapts = momentum is not None or lr_factor != 1.0
+    return optimizer, AdaptedSchedule(schedule, optimizer, adapt) if adapts else schedule
 
 
-def build_optimizer(task: Task, model: nn.Module, topology: Topology) -> tuple[Optimizer, LRScheduler | None]:
+def build_optimizer(task: Task, model: nn.Module, topology: Topology) -> tuple[Optimizer, Schedule | None]:
     """The task's optimizer and schedule, as ``[optimizer]`` changes them."""
     settings = topology.optimizer
     optimizer, schedule = build_optimizer_of(

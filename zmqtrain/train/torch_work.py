@@ -11,7 +11,6 @@ from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier
@@ -33,6 +32,7 @@ from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import turn
 from zmqtrain.topology.elastic import ASKING
+from zmqtrain.train.adapted_schedule import Schedule
 from zmqtrain.train.alike import facts_of_training, require_same_training
 from zmqtrain.train.batches import make_batches, partition_of
 from zmqtrain.train.beginning import begin_alike
@@ -77,7 +77,7 @@ class _Built:
 
     task: Task
     replica: TorchReplica
-    schedule: LRScheduler | None
+    schedule: Schedule | None
     source: Source
     partition: Partition | None
     """None for a stream."""
