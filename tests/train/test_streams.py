@@ -273,3 +273,28 @@ async def test_a_stream_is_evaluated_as_a_dataset_is(groups: int) -> None:
         found.append(result.recorders["worker/0"].of("eval")[-1])
     for name in ("eval_loss", "eval_accuracy"):
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-12)
+
+
+async def test_an_evaluation_of_nothing_is_refused() -> None:
+    once = await train(Recipe(train_data=list(Numbers(40)), eval_data=(sample for sample in Numbers(40))), steps=2)
+    with pytest.raises(TaskError, match="eval_data is a generator, which can be read only once"):
+        raise once.errors["worker/0"]
+
+    class Consumed(Numbers):
+        """Goes on where it was."""
+
+        def __init__(self, count: int) -> None:
+            super().__init__(count)
+            self.left = list(range(count))
+
+        def __iter__(self) -> Iterator[Any]:
+            samples = list(super().__iter__())
+            while self.left:
+                yield samples[self.left.pop(0)]
+
+    again = await train(Recipe(train_data=list(Numbers(40)), eval_data=Consumed(40)), groups=1, steps=3, eval_every=2)
+    with pytest.raises(TaskError, match="has given 0 samples to this evaluation, and 40 to the one before"):
+        raise again.errors["worker/0"]
+    empty = await train(Recipe(train_data=list(Numbers(40)), eval_data=Numbers(0)), groups=1, steps=2)
+    with pytest.raises(TaskError, match="eval_data is a stream and has no samples"):
+        raise empty.errors["worker/0"]

@@ -12,8 +12,10 @@ from zmqtrain.data.draws import drawn_from
 from zmqtrain.data.loader import Fetch, Finish
 from zmqtrain.data.partition import even_bounds
 from zmqtrain.data.source import Source
+from zmqtrain.errors import TaskError
 from zmqtrain.train.batches import reader_of
 from zmqtrain.train.task import user_code
+from zmqtrain.words import counted
 
 
 class EvaluationData:
@@ -21,9 +23,15 @@ class EvaluationData:
 
     def __init__(self, source: Source, finish: Finish) -> None:
         self._source, self._finish = source, finish
+        if isinstance(source.dataset, Iterator) and type(source.dataset).__module__ in ("builtins", "itertools"):
+            raise TaskError(
+                f"{source.name} is a {type(source.dataset).__name__}, which can be read only once: pass a list of its samples, or "
+                "an object whose __iter__ starts again each time, like an IterableDataset"
+            )
         order = None if source.stream else source.order_of(0)
         self._order = order(0) if order is not None else np.arange(0 if source.stream else len(source.dataset))
         self._fetch = Fetch(reader_of(source), finish)
+        self._given: int | None = None  # samples of the stream, the first time
 
     @property
     def samples(self) -> int:
@@ -59,5 +67,18 @@ class EvaluationData:
             if content is not None:
                 yield self._finish(content, len(chunk))
             if len(chunk) < batch_size:
+                self._require_as_before(number * batch_size + len(chunk))
                 return
             number += 1
+
+    def _require_as_before(self, given: int) -> None:
+        """Raise `TaskError` unless the stream has as many samples as before, and some."""
+        name, before = self._source.name, self._given
+        if not given and not before:
+            raise TaskError(f"{name} is a stream and has no samples; is the data path correct?")
+        if before not in (None, given):
+            raise TaskError(
+                f"{name} is a stream that has given {counted(given, 'sample')} to this evaluation, and {before:,} to the one "
+                "before: it must start again each time iter() is called on it, and give the same samples"
+            )
+        self._given = given
