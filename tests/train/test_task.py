@@ -188,6 +188,21 @@ def test_a_lazy_model_is_refused_until_it_has_seen_an_example() -> None:
     check_model(model)
 
 
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(TaskError, match="'weight' of the model Linear is on the device meta"):
+        check_model(model)
+
+
+def test_a_relative_import_in_a_file_names_the_module(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train_it.py").write_text("from . import other\n")
+    with pytest.raises(TaskError, match=r"relative import.*name the module instead, such as \[job\] task = .package\.train_it:"):
+        load_task("package/train_it.py:task", folders=(tmp_path,))
+
+
 def test_an_exit_within_the_task_says_where() -> None:
     with pytest.raises(TaskError, match=r"Task\.model\(\) ended the process: it called sys\.exit\(5\)"), user_code("Task.model()"):
         sys.exit(5)

@@ -34,6 +34,7 @@ from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.adapted_schedule import AdaptedSchedule, Schedule
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.checkpoint.folder import can_hold
+from zmqtrain.train.shadowed import OF_TASKS, beside_of, require_own, require_own_modules
 from zmqtrain.train.shared_storage import check_storage, storage_of
 
 #: Maps a batch's output and target to the mean over its samples, a tensor of one element.
@@ -171,6 +172,12 @@ def check_model(model: object) -> None:
         raise TaskError(
             f"the model {type(model).__name__} has no parameters, so there is nothing to train. Are its layers assigned as "
             "attributes? (Layers in a plain list are not found; use torch.nn.ModuleList.)"
+        )
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise TaskError(
+            f"the parameter {empty[0]!r} of the model {type(model).__name__} is on the device meta, where it has no values: let "
+            "Task.model() build it on the CPU"
         )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -440,20 +447,39 @@ def _load_file(source: str, folders: Sequence[str | Path]) -> ModuleType:
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     _search(found.parent)
+    require_own_modules(found, found.parent)
     sys.modules[name] = module  # needed by dataclasses, and to pickle the task's classes
     try:
         with user_code(f"importing {found}"):
             specification.loader.exec_module(module)
-    except TaskError:
+    except TaskError as error:
         del sys.modules[name]
+        if isinstance(error.__cause__, ImportError) and "relative import" in str(error.__cause__):
+            raise TaskError(
+                f"{error}. A file that is named by its path is in no package: name the module instead, such as "
+                f'[job] task = "{_module_name(found)}:..."'
+            ) from error.__cause__
         raise
     return module
+
+
+def _module_name(file: Path) -> str:
+    """The name of a module in its package."""
+    parts, folder = [file.stem], file.parent
+    while (folder / "__init__.py").is_file():
+        parts, folder = [folder.name, *parts], folder.parent
+    return ".".join(parts if len(parts) > 1 else [file.parent.name, file.stem])
 
 
 def _load_module(source: str, folders: Sequence[str | Path]) -> ModuleType:
     for folder in folders:
         _search(Path(folder).resolve())
     importlib.invalidate_caches()
+    root = source.partition(".")[0]
+    for folder in folders:
+        if (beside := beside_of(Path(folder).resolve(), root)) is not None:
+            require_own(root, beside, Path(folder).resolve(), f"it is in {root!r}")
+            break
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
@@ -471,3 +497,4 @@ def _search(folder: Path) -> None:
     """Let imports find modules beside the task, after all installed ones."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+        OF_TASKS.add(folder)
