@@ -97,6 +97,7 @@ def test_what_of_a_loader_counts() -> None:
         (lambda: DataLoader(Numbers(), num_workers=2), "each process would read all of it"),
         (lambda: DataLoader([]), "is empty"),
         (lambda: {"train": [1], "test": [2]}, "pass one of them, such as data.'train'."),
+        (lambda: {0: [1], 1: [2]}, r"pass a list, such as list\(data.values\(\)\)"),
         (lambda: "data.csv", "is a string"),
         (lambda: 7, "a int; it must be a map-style dataset"),
     ],

@@ -157,3 +157,20 @@ def test_a_metric_to_train_until_is_looked_for_before_the_first_step(metric: str
     until = topology_of(job={"until": {"metric": metric, "reaches": 0.5}, "eval_every": 5}).job.until
     with nullcontext() if said is None else pytest.raises(UsageError, match=said):
         require_metric(Recipe(**fields)("worker/0"), until)
+
+
+async def test_a_model_that_needs_gradients_in_evaluations_is_told_how() -> None:
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3).double()
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            inputs = inputs.detach().requires_grad_()
+            output: torch.Tensor = self.layer(inputs)
+            torch.autograd.grad(output.sum(), inputs, create_graph=True)
+            return output
+
+    result = await run(topology_of(job={"steps": 1}, compute={"batch_size": 12}), Recipe(model=Slope))
+    with pytest.raises(TaskError, match=r"in evaluation raised RuntimeError.*within torch\.enable_grad\(\)"):
+        raise result.errors["worker/0"]

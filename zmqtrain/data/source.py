@@ -182,6 +182,8 @@ def source_of(
 
 def _check(name: str, data: Any) -> None:
     if isinstance(data, Mapping):
+        if data and all(isinstance(key, int) for key in data):
+            raise TaskError(f"{name} is a {type(data).__name__} of samples by number: pass a list, such as list(data.values())")
         parts = ", ".join(map(repr, list(data)[:4]))
         raise TaskError(
             f"{name} is a {type(data).__name__} of {parts}: pass one of them, such as data[{next(iter(data), 'train')!r}]"

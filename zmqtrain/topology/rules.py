@@ -14,6 +14,7 @@ from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.known_hosts import KnownHosts
 from zmqtrain.topology.network_rules import network_rules
 from zmqtrain.topology.ranges import MOST_HOSTS, count
+from zmqtrain.words import counted
 
 if TYPE_CHECKING:
     from zmqtrain.topology.hosts import Host
@@ -195,11 +196,11 @@ def _batch(topology: Topology) -> Iterator[BrokenRule]:
     compute = topology.compute
     least = compute.group_size * compute.accumulate
     if compute.batch_size < least:
-        parts = f" in {compute.accumulate} micro-batches each" if compute.accumulate > 1 else ""
+        parts = f" of {compute.accumulate} micro-batches each" if compute.accumulate > 1 else ""
         why = " (the file does not mention groups, so all hosts form one group)" if topology.hosts_decide else ""
         yield rule(
-            f"the batch is too small for the group: {compute.group_size} workers{parts} need at least {least} samples per "
-            f"step{why}",
+            f"the batch is too small for the group: a step of {counted(compute.group_size, 'worker')}{parts} takes at least "
+            f"{counted(least, 'sample')}{why}",
             ("compute", "batch_size"),
             ("compute", "group_size"),
             ("compute", "accumulate"),

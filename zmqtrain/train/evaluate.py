@@ -136,6 +136,13 @@ class Evaluation:
         try:
             with torch.no_grad(), autocast(self._device.torch_device, self._settings.precision):
                 yield
+        except TaskError as error:
+            if isinstance(error.__cause__, RuntimeError) and "does not require grad" in str(error.__cause__):
+                raise TaskError(
+                    f"{error}. Evaluations compute without gradients; a model or a loss that needs them computes them within "
+                    "torch.enable_grad()"
+                ) from error.__cause__
+            raise
         finally:
             model.train(training)
 
