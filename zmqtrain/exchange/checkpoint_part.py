@@ -155,8 +155,8 @@ async def fetch_part(
         target = None if into is None else into.get(tensor)
         if target is not None and (target.dtype, shape_of(target)) != (dtype, shape):
             raise CheckpointError(
-                f"the checkpoint's {name} has {tensor} as {dtype} {list(shape)}, but here it is {target!r}: "
-                "it belongs to another model; use a checkpoint of this model, or start without it"
+                f"the checkpoint's {name} has {tensor} as {dtype} {list(shape)}, but here it is {target.dtype} "
+                f"{list(shape_of(target))}: it belongs to another model; use a checkpoint of this model, or start without it"
             )
         received = await endpoint.receive(coordinator, (RESUME, name), into=target)
         if target is None:  # the transport may own the received memory

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from tests.train.world import Recipe, network_of, run, topology_of
 from zmqtrain.errors import CheckpointError
@@ -104,6 +105,12 @@ def test_a_torn_checkpoint_is_refused(name: str, how: str, tmp_path: Path) -> No
         Checkpoint(path.parent)
 
 
+def test_a_file_of_torch_save_is_named_as_such(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model\.pt is a file of torch\.save"):
+        read_safetensors(tmp_path / "model.pt")
+
+
 @pytest.mark.parametrize(
     "junk", [b"", b"1234567", b"\xff" * 64, (8).to_bytes(8, "little") + b"{}      x", b"\x02" + bytes(7) + b"[]"]
 )
@@ -134,13 +141,20 @@ async def test_a_checkpoint_of_another_shape_is_refused_before_the_run(other: Ru
     await endpoint.close()
 
 
-async def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: model[2:], "this model does not"),
+        (lambda model: model[:4].append(nn.Linear(9, 4)), r"as float64 \[3.*\], but here it is float64 \[4.*\]"),
+    ],
+)
+async def test_a_checkpoint_of_another_model_is_refused(change: Any, said: str, tmp_path: Path) -> None:
     await run(topology_of(job={"steps": 2, "checkpoint_every": 2}, compute={"batch_size": 12}), Recipe(), folder=tmp_path)
-    other = Recipe(model=lambda: network_of()[2:])
+    other = Recipe(model=lambda: change(network_of()).double())
     result = await run(
         topology_of(job={"steps": 3}, compute={"batch_size": 12}), other, folder=tmp_path, resume=tmp_path / "step-00000002"
     )
-    with pytest.raises(CheckpointError, match="belongs to another model"):
+    with pytest.raises(CheckpointError, match=f"{said}: it belongs to another model"):
         raise result.errors["worker/0"]
 
 

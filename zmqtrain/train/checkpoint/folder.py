@@ -261,6 +261,11 @@ def read_safetensors(path: Path) -> dict[str, TensorPayload]:
         _require_file(path)
         with path.open("rb") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        if bytes(mapped[:4]) == b"PK\x03\x04":
+            raise CheckpointError(
+                f"{path} is a file of torch.save, which is not loaded, as it may run code. Write one of its tensors with "
+                "safetensors.torch.save_file(torch.load(...), ...)"
+            )
         length = int.from_bytes(mapped[:8], "little")
         if length > min(_LARGEST_HEADER, len(mapped) - 8):
             raise ValueError(f"its header claims to have {length:,} bytes")
