@@ -258,3 +258,30 @@ async def test_a_worker_that_is_cancelled_again_while_it_closes_releases_its_mod
     may_end.set()
     await asyncio.wait({running})
     assert cores[0].closed
+
+
+def test_a_step_counts_the_samples_of_all_its_batches() -> None:
+    """Three batches of 8 a step, of which each of two workers has the half."""
+
+    class Counts(zmqtrain.Callback):
+        def __init__(self) -> None:
+            self.samples: list[int] = []
+
+        def on_step(self, done: zmqtrain.StepDone) -> None:
+            self.samples.append(done.samples)
+
+    def program(session: Session) -> Counts:
+        counts, model = Counts(), network()
+        model, optimizer = session.replicate(model, sgd(model), callbacks=[counts])
+        for epoch in range(2):
+            for number, (inputs, target) in enumerate(session.batches(DATA, epoch, batch_size=8)):
+                (cross_entropy(model(inputs), target) / 3).backward()
+                if number % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if number == 5:
+                    break
+        return counts
+
+    for counts in run_sessions(topology_of(compute={"group_size": 2}), program):
+        assert counts.samples[:2] == [12, 12]
