@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
 import zmqtrain
 from tests.embed.world import run_sessions, topology_of
@@ -285,3 +285,19 @@ def test_a_step_counts_the_samples_of_all_its_batches() -> None:
 
     for counts in run_sessions(topology_of(compute={"group_size": 2}), program):
         assert counts.samples[:2] == [12, 12]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_workers_that_all_train_on_the_same_samples_are_told(divided: bool) -> None:
+    def program(session: Session) -> None:
+        model = network()
+        model, optimizer = session.replicate(model, sgd(model))
+        sampler = DistributedSampler(DATA, 2, session.rank) if divided else SequentialSampler(DATA)
+        for inputs, target in DataLoader(DATA, batch_size=8, sampler=sampler):
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), target).backward()
+            optimizer.step()
+
+    warnings: list[str] = []
+    run_sessions(topology_of(compute={"group_size": 2}), program, warnings)
+    assert ["all workers have had the same loss" in text for text in warnings] == [True] * (not divided)

@@ -70,6 +70,7 @@ class LossWatch:
         self.only_adding = False
         self._are_means = True
         self._constants = Constants()  # of this step's losses
+        self._value = 0.0  # the sum of this step's losses, as far as they were read
         self._outputs: list[Tensor] = []  # of the forwards since the last backward, while losses are tried
         self._foreign: dict[int, nn.Parameter] = {}
         self._trials = LOSSES_TRIED  # how many more losses are differentiated twice
@@ -94,6 +95,11 @@ class LossWatch:
         constants, self._constants = self._constants, Constants()
         return constants
 
+    def take_value(self) -> float:
+        """The sum of the losses since the last call."""
+        value, self._value = self._value, 0.0
+        return value
+
     def take_foreign_parameters(self) -> list[nn.Parameter]:
         """The parameters that losses depend on, besides the model's own, since the last call."""
         foreign, self._foreign = self._foreign, {}
@@ -109,6 +115,7 @@ class LossWatch:
         read = loss.device.type == "cpu" or self._reads > 0
         if read:
             self._reads -= 1
+            self._value += float(loss.detach()) if loss.numel() == 1 else 0.0
             if why := not_a_mean(loss, gradient):
                 raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
         if self._trials and loss.numel() == 1 and not self.only_adding:

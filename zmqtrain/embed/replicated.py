@@ -56,6 +56,11 @@ WATCHED_STEPS = 2
 #: The number of backwards in a session's first step after which the loop is checked for steps of its own.
 BACKWARDS_WITHOUT_STEP = 8
 HOLD = "call session.replicate(model, optimizer, overlap=False)"
+SAME_SAMPLES = (
+    f"all workers have had the same loss in {LOSSES_TRIED} steps, so they probably train on the same samples, which is no faster "
+    "than one of them: take batches from session.batches(data, epoch), or choose samples by session.rank and session.world_size (a "
+    "DataLoader that you iterate yourself is not divided)"
+)
 
 
 class Replicated:
@@ -99,6 +104,7 @@ class Replicated:
         self._stops, self._stop, self._call_back, self._warn = stops, stop, call_back, warn
         self._stopped = False
         self._remarks: set[str] = set()  # each is given once
+        self._same_losses: set[float] = set()  # that all workers have had
         self._divided = divided
         self._opened: Callable[[], AbstractContextManager[None]] = nullcontext if divided is None else divided.guard.opened
         # Of these, workers have parts: what is compared between all is the rest.
@@ -406,7 +412,7 @@ class Replicated:
         self._guards.check(sampled=self.held)
         state = StepState(self.step, settings=checksum(settings_of(replica.optimizer)), tolerance=self._tolerance)
         state.others = self._of_others()
-        state.constants = self._losses.take_constants()
+        state.constants, state.loss = self._losses.take_constants(), self._losses.take_value()
         own = self._end_held(state) if self.held else self._end_overlapped(state)
         exposed_s = replica.waited_s
         waited = self._bridge.loop.time()
@@ -568,6 +574,10 @@ class Replicated:
             hold[0] = agreed.holds
             if agreed.remark:
                 self._remark(agreed.remark)
+            if agreed.same_loss and self._share() is None and self._divided is None:
+                self._same_losses.add(state.loss)
+                if len(self._same_losses) >= LOSSES_TRIED:
+                    self._remark(SAME_SAMPLES)
 
         async def both() -> None:
             await together(self.exchange.end_step(), agree())

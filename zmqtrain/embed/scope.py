@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -59,7 +60,7 @@ class Scope:
         sums = await self.sum_numbers(*mine)
         means = [total / self.group.size for total in sums]
         state.check(means, mine)
-        return Agreed(sums[0] > 0, state.remark(means, mine))
+        return Agreed(sums[0] > 0, state.remark(means, mine), state.has_the_others_loss(means))
 
 
 class Agreed(NamedTuple):
@@ -69,6 +70,8 @@ class Agreed(NamedTuple):
     """Whether any of them needs held gradients."""
     remark: str = ""
     """What this one has other than they, and may be meant so; empty for nothing."""
+    same_loss: bool = False
+    """Whether this worker's loss is the mean of all, which it is by chance where samples differ."""
 
 
 @dataclass(slots=True)
@@ -82,6 +85,8 @@ class StepState:
     """Checksum of the optimizer's hyperparameters."""
     without: int = 0
     """Checksum of the names of parameters that have no gradient."""
+    loss: float = 0.0
+    """The sum of this worker's own losses; 0 if it is not known."""
     gradients: tuple[float, float] = (0.0, 0.0)
     """Sum and norm of the gradients."""
     weights: tuple[float, float] = (0.0, 0.0)
@@ -97,11 +102,11 @@ class StepState:
         sums = (*self.gradients, *self.weights, *self.others)
         constants = self.constants
         compared = (constants.kinds, constants.value, constants.scale)
-        return [float(self.holds), self.step, self.settings, self.without, *sums, *compared]
+        return [float(self.holds), self.step, self.settings, self.without, self.loss, *sums, *compared]
 
     def check(self, means: Sequence[float], mine: Sequence[float]) -> None:
         """Raise `TaskError` if the workers differ. ``means``: the means of all workers' `numbers`. ``mine``: this worker's."""
-        _, step, settings, without, *sums, kinds, constants, _ = (mean - own for mean, own in zip(means, mine, strict=True))
+        _, step, settings, without, _, *sums, kinds, constants, _ = (mean - own for mean, own in zip(means, mine, strict=True))
         if step:
             raise TaskError(
                 f"this worker is at step {self.step}, but others are not: all workers must call optimizer.step() equally often"
@@ -142,6 +147,9 @@ class StepState:
         """What differs between the workers and may be meant so, in words; empty for nothing."""
         *_, kinds, _, scale = (mean - own for mean, own in zip(means, mine, strict=True))
         return DIFFERENT_SCALES if not kinds and abs(scale) > 1e-5 * abs(self.constants.scale) else ""
+
+    def has_the_others_loss(self, means: Sequence[float]) -> bool:
+        return math.isfinite(self.loss) and abs(means[4] - self.loss) <= 1e-14 * abs(self.loss) and self.loss != 0
 
     def _apart(self, difference: float, of: tuple[float, float]) -> bool:
         return abs(difference) > self.tolerance * (abs(of[0]) + abs(of[1]))
