@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import Subset, TensorDataset
 
+from tests.train.world import Recipe, data_of, run, topology_of
+from zmqtrain.data.content import content_of
+from zmqtrain.errors import TaskError
 from zmqtrain.train.alike import facts_of_training, files
+from zmqtrain.train.task import Task
 
 
 def facts(change: str = "") -> dict[str, Any]:
@@ -26,7 +33,9 @@ def facts(change: str = "") -> dict[str, Any]:
     if change == "loss":
         loss = nn.MSELoss()
     samples = {"training data": None if change == "stream" else 64, "evaluation data": 7 if change == "evaluation" else 8}
-    return dict(facts_of_training(model, kind(groups, **settings), loss, samples))
+    inputs = torch.arange(64.0).flip(0) if change == "content" else torch.arange(64.0)
+    contents = {"training data": content_of(TensorDataset(inputs))}
+    return dict(facts_of_training(model, kind(groups, **settings), loss, samples, contents))
 
 
 @pytest.mark.parametrize(
@@ -41,6 +50,7 @@ def facts(change: str = "") -> dict[str, Any]:
         ("smoothing", "the loss"),
         ("loss", "the loss"),
         ("stream", "the number of samples of the training data"),
+        ("content", "the content of the training data"),
         ("evaluation", "the number of samples of the evaluation data"),
     ],
 )
@@ -77,3 +87,16 @@ def test_files_are_the_users_own() -> None:
     found = files()
     assert any("test_alike.py" in name for name in found)
     assert [name for name in found if "(module torch)" in name or "(module torch." in name or "(module zmqtrain." in name] == []
+
+
+async def test_workers_whose_tasks_have_drawn_other_samples_are_refused() -> None:
+    recipe = Recipe()
+    samples = data_of()
+
+    def task(peer: str) -> Task:
+        order = np.random.default_rng(int(peer[-1])).permutation(len(samples))[:64].tolist()
+        return replace(recipe(peer), train_data=Subset(samples, order))
+
+    result = await run(topology_of(job={"steps": 1}, compute={"group_size": 2, "batch_size": 8}), task)
+    with pytest.raises(TaskError, match=r"the content of the training data of worker/\d differs.*default_rng"):
+        raise next(iter(result.errors.values()))

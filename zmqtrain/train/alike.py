@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from hashlib import blake2b
@@ -29,6 +29,8 @@ from zmqtrain.errors import TaskError
 from zmqtrain.membership.alike import MOST_THINGS, Difference, Facts, bounded
 from zmqtrain.membership.context import RoleContext
 
+#: With what the name begins of what is said of the samples of some data.
+CONTENT = "the content of"
 #: The name of what is said of an optimizer.
 OPTIMIZER = "the optimizer"
 #: Of the words in a module's description, those that differ between processes that have the same: addresses, and devices.
@@ -41,6 +43,10 @@ _REMEDY = (
     "All workers must train the same: is the same version of the code and the data on each machine? [engine] sync = true copies "
     "the folder in which you launch"
 )
+_OF_CONTENT = (
+    "; and does the task always make the same data? Give seeds to generators (numpy.random.default_rng() has another one in each "
+    "process), and sort what comes out of a set or a folder"
+)
 
 
 async def require_same_training(context: RoleContext, subject: str, facts: Facts) -> None:
@@ -51,7 +57,8 @@ async def require_same_training(context: RoleContext, subject: str, facts: Facts
     membership, host = context.membership, context.role.host
     differences = await membership.alike(subject, host, facts)
     if differences:
-        raise TaskError(f"{_said(differences[0], context)}. {_REMEDY}")
+        remedy = _OF_CONTENT if differences[0].what.startswith(CONTENT) else ""
+        raise TaskError(f"{_said(differences[0], context)}. {_REMEDY}{remedy}")
     if len({role.host for role in context.placement.workers}) > 1:
         for difference in await membership.alike(f"{subject}: files", host, files()):
             text = f"{difference.what} on {host} is another than on {difference.host}: they may train something else"
@@ -66,7 +73,11 @@ def _said(difference: Difference, context: RoleContext) -> str:
 
 
 def facts_of_training(
-    model: nn.Module | None, optimizer: Optimizer, loss: Any = None, samples: Mapping[str, int | None] | None = None
+    model: nn.Module | None,
+    optimizer: Optimizer,
+    loss: Any = None,
+    samples: Mapping[str, int | None] | None = None,
+    contents: Mapping[str, Sequence[str]] | None = None,
 ) -> Facts:
     """What is compared.
 
@@ -75,6 +86,7 @@ def facts_of_training(
         optimizer: the worker's.
         loss: ``None``: it is not known.
         samples: their numbers, of the training and the evaluation data; ``None`` for a stream.
+        contents: what is in these, as far as it is known (`zmqtrain.data.content`).
     """
     facts = {OPTIMIZER: [type(optimizer).__name__, *_groups(optimizer)]}
     if model is not None:
@@ -85,6 +97,7 @@ def facts_of_training(
         facts |= facts_of_loss(loss)
     for what, number in (samples or {}).items():
         facts[f"the number of samples of the {what}"] = ["a stream" if number is None else str(number)]
+    facts |= {f"{CONTENT} the {what}": list(lines) for what, lines in (contents or {}).items()}
     return {what: bounded(items) for what, items in facts.items()}
 
 

@@ -16,6 +16,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier
 from zmqtrain.data.batch import Batch, batch_of
 from zmqtrain.data.bridge import Bridge
+from zmqtrain.data.content import content_of
 from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import Partition
 from zmqtrain.data.source import Source
@@ -496,7 +497,12 @@ def _build(
         seed_everything(job.seed, role.index)
     evaluated = task.evaluating()
     samples = {"training data": _number(source), **({} if evaluated is None else {"evaluation data": _number(evaluated)})}
-    facts = facts_of_training(None if fabric is not None else model, optimizer, task.loss, samples)
+    contents: dict[str, list[str]] = {}
+    if topology.data.ring != "tensors":  # otherwise each host reads its own part
+        contents = {"training data": content_of(source.dataset)}
+        if evaluated is not None:
+            contents["evaluation data"] = content_of(evaluated.dataset)
+    facts = facts_of_training(None if fabric is not None else model, optimizer, task.loss, samples, contents)
     how = ReplicaSettings(
         bucket_bytes=compute.bucket_bytes,
         clip_norm=topology.optimizer.clip_norm,

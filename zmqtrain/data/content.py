@@ -1,0 +1,68 @@
+"""What data that is held in memory has in it, in short: workers compare it, since each calls the task's function by itself.
+
+A generator without a seed, or the order of a set of strings, makes other data in every process, with as many samples. Only what
+lies in memory is looked at, and of large tensors some elements: nothing is read, opened or drawn for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from zmqtrain.data.nested import leaves
+
+#: How many elements of a tensor, and samples of a list, are looked at; a permutation changes nearly all.
+MOST_ELEMENTS, MOST_SAMPLES = 4096, 64
+
+
+def content_of(data: Any) -> list[str]:
+    """A line for each part of the data that is held in memory; empty if nothing is known to be."""
+    return list(_lines(data))
+
+
+def _lines(data: Any) -> Iterator[str]:
+    match data:
+        case Subset():
+            yield f"a subset, indices {_digest(np.asarray(data.indices))}"
+            yield from _lines(data.dataset)
+        case ConcatDataset():
+            for part in data.datasets:
+                yield from _lines(part)
+        case TensorDataset():
+            yield from (f"a tensor of shape {list(tensor.shape)}: {_digest(tensor)}" for tensor in data.tensors)
+        case Tensor() | np.ndarray():
+            yield f"a tensor of shape {list(data.shape)}: {_digest(data)}"
+        case list() | tuple() if data:
+            step = max(1, len(data) // MOST_SAMPLES)
+            found = [_digest(leaf) for sample in data[::step][:MOST_SAMPLES] for leaf in leaves(sample)]
+            yield f"a list of {len(data)}: {_of(' '.join(found).encode())}"
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            return "objects"
+        value = value.reshape(-1) if value.flags.c_contiguous else value[:: max(1, len(value) // MOST_SAMPLES)].reshape(-1)
+        return _of(np.ascontiguousarray(_some(value)).tobytes())
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized or type(value) is not Tensor:
+            return "a tensor of a special kind"
+        value = value.detach()
+        if value.ndim and not value.is_contiguous():
+            value = value[:: max(1, len(value) // MOST_SAMPLES)]
+        return _of(_some(value.reshape(-1)).cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return _of(repr(value).encode()) if isinstance(value, bool | int | float | complex | str | bytes) else type(value).__name__
+
+
+def _some(flat: Any) -> Any:
+    return flat[:: max(1, len(flat) // MOST_ELEMENTS)][:MOST_ELEMENTS]
+
+
+def _of(content: bytes) -> str:
+    return blake2b(content, digest_size=8).hexdigest()
