@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zmqtrain.errors import TaskError
 from zmqtrain.parallel.deferred import twin_of
+from zmqtrain.parallel.kept import kept_by
 
 
 def check_storage(model: nn.Module) -> None:
@@ -44,19 +45,13 @@ def _require_own_elements(model: nn.Module, what: str, name: str, tensor: Tensor
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and plain attributes that are tensors, or lists or mappings of them, by their names."""
+    """Parameters, buffers, and what else modules keep, by their names."""
     for prefix, module in model.named_modules():
         before = f"{prefix}." if prefix else ""
         for key, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None:
                 yield before + key, value
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        for key, value in vars(module).items():
-            if key in ("_parameters", "_buffers", "_modules") or f"{key}_orig" in module._parameters:  # what spectral_norm computes
-                continue
-            values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-            yield from ((before + key, each) for each in values if isinstance(each, Tensor))
+    yield from ((kept.name, kept.tensor) for kept in kept_by(model) if kept.tensor.layout is torch.strided)
 
 
 def storage_of(tensor: Tensor) -> int:

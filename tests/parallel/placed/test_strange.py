@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -149,6 +150,29 @@ class OwnLists(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, named = self.weights
         return self.second(torch.tanh(x @ weight.t())) * self.names["scale"] + named["bias"] * weight.sum()  # type: ignore
+
+
+@dataclass(frozen=True)
+class Tied:
+    """Weights of several layers, kept together."""
+
+    pairs: tuple[tuple[Tensor, Tensor], ...]
+
+
+@strange(VECTORS)
+class OwnTuples(nn.Module):
+    """Which uses parameters through tuples, in an object of its own that cannot be assigned to, and a list of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 4)
+        self.tied = Tied(((self.first.weight, self.first.bias), (self.second.weight, self.second.bias)))
+        self.nested = [[self.second.bias]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight, bias in self.tied.pairs:
+            x = torch.tanh(functional.linear(x, weight, bias))
+        return x * self.nested[0][0] + self.second.weight.sum()
 
 
 @strange({"x": VECTORS, "y": CLASSES % 4})

@@ -20,9 +20,9 @@ from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.deferred import Tape, fill
 from zmqtrain.parallel.grid import Grid
+from zmqtrain.parallel.kept import links_of
 from zmqtrain.parallel.placed.assign import Assigned, Assignment, assign, main_grid
 from zmqtrain.parallel.placed.layers import moved
-from zmqtrain.parallel.placed.links import links_of
 from zmqtrain.parallel.placed.padded import zero_padding
 from zmqtrain.parallel.placed.swap import Swap, relink
 from zmqtrain.parallel.placed.tensor import Placed, World, from_local, to_local

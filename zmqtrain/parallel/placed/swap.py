@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zmqtrain.errors import UsageError
+from zmqtrain.parallel.kept import Kept, links_of
 from zmqtrain.parallel.placed.assign import Held
-from zmqtrain.parallel.placed.links import Link, links_of
 from zmqtrain.parallel.placed.parameters import Use, wrapped
 from zmqtrain.parallel.placed.tensor import Placed, World
 from zmqtrain.parallel.placement import Placement
@@ -62,7 +62,7 @@ class Swap:
         self._structure: list[Any] = []
         self._slots: list[_Slot] = []
         self._recurrent: list[nn.RNNBase] = []
-        self._links: list[Link] = []
+        self._links: list[Kept] = []
         self._kept: dict[int, _Kept] = {}
 
     @contextmanager
