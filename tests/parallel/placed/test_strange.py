@@ -134,6 +134,25 @@ def low_rank_by_parametrization() -> nn.Module:
     return Adapted(parametrized)
 
 
+# Plain tensors that a forward makes.
+
+
+@strange(VECTORS)
+class WrittenInto(nn.Module):
+    """Which returns a tensor of its own, into which it has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries, self.means = nn.Linear(5, 6), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        matrix, places = torch.zeros(x.shape[0], 3, 3, dtype=x.dtype), torch.tril_indices(3, 3)
+        matrix[:, places[0], places[1]] = self.entries(x)
+        total = torch.zeros((), dtype=x.dtype)
+        total += matrix.square().mean()
+        return self.means(x), matrix.tril(-1), total
+
+
 # Tensors that a model keeps, and losses that it computes.
 
 

@@ -265,7 +265,7 @@ class ParallelModel(nn.Module):
         given = map_tensors((inputs, named), lambda value: self._given(value, broadcast=due))
         # What is computed again in backward is computed to its end: ranks without anything in their strips save fewer tensors.
         with self._drawing(), self._swap.during(), set_checkpoint_early_stop(False):
-            output = self._runs(*given[0], **given[1])
+            output = map_tensors(self._runs(*given[0], **given[1]), self._placed)
         map_tensors(output, self._await_backward)
         self.output_placement = self._of_samples(output)
         keeps = self.keeps_divided and self.training and isinstance(output, Placed) and output.divided is not None
@@ -290,6 +290,12 @@ class ParallelModel(nn.Module):
             else:
                 found.add(laid(there.grid, there.samples))
         return found.pop() if len(found) == 1 else columns
+
+    def _placed(self, value: Tensor) -> Tensor:
+        """An output. One that the forward has made as a plain tensor, and written into, is whole on all processes."""
+        if isinstance(value, Placed) or type(value) not in (Tensor, nn.Parameter):
+            return value
+        return from_local(value, self._world.whole_of(self.grid), value.shape, self._world)
 
     def _await_backward(self, value: Tensor) -> Tensor:
         if value.requires_grad:
