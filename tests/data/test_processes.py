@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
+from tests.patience import PATIENCE_S
 from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.loader import Fetch, Loader, Reader
 from zmqtrain.data.partition import Partition
@@ -59,18 +61,23 @@ def loader_of(data: Any, workers: int, partition: Partition, **fields: Any) -> L
     return Loader(Fetch(reader), indices, (1,), processes=processes, epoch_steps=partition.steps_per_epoch)
 
 
-def loaders() -> list[psutil.Process]:
-    """Not the two that Python keeps for all it spawns."""
-    kept = ("resource_tracker", "forkserver")
-    found = [process for process in psutil.Process().children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
-    return [process for process in found if not any(word in " ".join(process.cmdline()) for word in kept)]
+def loaders() -> set[psutil.Process]:
+    """Not the two that Python keeps for all it spawns, nor any that ends while it is looked at."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            command = " ".join(process.cmdline())  # a zombie has none
+            if command and not any(word in command for word in ("resource_tracker", "forkserver")):
+                found.add(process)
+    return found
 
 
 @pytest.fixture(autouse=True)
-def none_left() -> Iterator[None]:
-    before = {process.pid for process in loaders()}
-    yield
-    _, alive = psutil.wait_procs([process for process in loaders() if process.pid not in before], timeout=20)
+def before() -> Iterator[set[psutil.Process]]:
+    """The processes of other tests in this process. None is left of a test here."""
+    others = loaders()
+    yield others
+    _, alive = psutil.wait_procs(loaders() - others, timeout=PATIENCE_S)
     assert not alive
 
 
@@ -174,13 +181,13 @@ async def test_the_person_s_init_has_the_person_s_dataset() -> None:
     await loader.close(20)
 
 
-async def test_a_signal_to_a_loader_process_is_not_taken_for_one_to_the_worker() -> None:
+async def test_a_signal_to_a_loader_process_is_not_taken_for_one_to_the_worker(before: set[psutil.Process]) -> None:
     heard: list[str] = []
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: heard.append("SIGTERM"))
     try:
         loader = loader_of(Noisy(), 1, Partition(23, 1, 1, 2, seed=1))
         await loader.batch(0)
-        (process,) = loaders()
+        (process,) = loaders() - before
         process.terminate()
         with pytest.raises(TaskError, match="has died"):
             await _all(loader, 20)

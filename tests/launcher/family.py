@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -20,11 +21,13 @@ class Family:
 
     def seen(self) -> set[psutil.Process]:
         """Every process that was seen so far, after another look."""
-        for process in list(self._known):
-            try:
-                self._known.update(process.children(recursive=True))
-            except psutil.NoSuchProcess:
-                continue
+        look = list(self._known)
+        while look:
+            process = look.pop()
+            for child in _children(process):
+                if child not in self._known:
+                    self._known.add(child)
+                    look.append(child)
         return self._known
 
     def kill(self) -> None:
@@ -37,3 +40,20 @@ class Family:
         """Nothing is left behind."""
         _, alive = psutil.wait_procs(self._known, timeout=patience_s)
         assert not alive, f"left behind: {[process.cmdline() for process in alive]}"
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    """Its children. The kernel has a list for each thread; psutil would read of every process on the machine."""
+    found: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        if not process.is_running():  # its number may be another one's
+            return []
+        lists = list(Path(f"/proc/{process.pid}/task").glob("*/children"))
+        if not lists:  # or this kernel does not tell
+            return process.children()
+        for each in lists:
+            with suppress(OSError):  # the thread has ended meanwhile
+                for pid in each.read_text().split():
+                    with suppress(psutil.NoSuchProcess):
+                        found.append(psutil.Process(int(pid)))
+    return found
