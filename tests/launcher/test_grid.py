@@ -43,6 +43,7 @@ grid = "{grid}"
 device = "cpu"
 [parallel]
 statistics = "whole"
+verify = {verify}
 {plan}
 [exchange]
 kind = "{kind}"
@@ -58,7 +59,8 @@ def losses(folder: Path, grid: str, kind: str = "allreduce", plan: str = "") -> 
     folder.mkdir()
     (folder / "task.py").write_text(TASK)
     rows, columns = map(int, grid.split("x"))
-    (folder / "trial.toml").write_text(TOPOLOGY.format(size=rows * columns, grid=grid, kind=kind, plan=plan))
+    verify = "true" if kind == "allreduce" else "false"  # once in processes
+    (folder / "trial.toml").write_text(TOPOLOGY.format(size=rows * columns, grid=grid, kind=kind, plan=plan, verify=verify))
     with Launched(folder, "trial.toml") as run:
         assert run.end() == 0, run
         events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
@@ -78,7 +80,7 @@ def evaluated(folder: Path, grid: str, *arguments: str) -> float:
     rows, columns = map(int, grid.split("x"))
     plan = "shards = 2\n[optimizer]\nclip_norm = 0.3\n[data]\nshuffle = 'ring'\n"
     text = TOPOLOGY.replace("{plan}\n", "") + plan
-    (folder / "trial.toml").write_text(text.format(size=rows * columns, grid=grid, kind="model_server"))
+    (folder / "trial.toml").write_text(text.format(size=rows * columns, grid=grid, kind="model_server", verify="false"))
     with Launched(folder, "trial.toml", *arguments) as run:
         assert run.end() == 0, run
         events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]

@@ -50,6 +50,8 @@ groups = 1
 group_size = 2
 grid = "2x1"
 batch_size = 8
+[parallel]
+verify = false
 """
 
 

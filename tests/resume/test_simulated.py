@@ -144,6 +144,7 @@ def topology_of(folder: Path, drawn: Draw, steps: int) -> Topology:
         "compute": {"profile": str(profile), "device": "cpu" if drawn.divided else "modelled", **sections["compute"]},
         "network": {"bandwidth": "1 Gbit/s", "latency": "100 us"},
         "simulation": {"payload": "real"},
+        "parallel": {"verify": False},  # in each part of each run it would take longer than the part
     }
     if drawn.divided:
         document["compute"].pop("profile")
