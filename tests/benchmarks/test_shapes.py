@@ -27,6 +27,7 @@ from zmqtrain.simulate.explore import try_seed
         ("servers-sync", 163),  # the members change when a group that rested has begun a step again
         ("teams-sync", 132),  # a worker comes between two agreements about the end
         ("teams-sync", 257),
+        ("teams-gossip", 3),
         ("grid", 2),
         ("merged-fc", 6),
     ],
@@ -36,5 +37,5 @@ def test_nothing_breaks(name: str, seed: int) -> None:
     assert try_seed(seed, topology, "random", horizon_s).broken == ()
 
 
-def test_there_are_fourteen() -> None:
-    assert len(list(SHAPES.glob("*.toml"))) == 14
+def test_there_are_fifteen() -> None:
+    assert len(list(SHAPES.glob("*.toml"))) == 15

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -12,11 +12,15 @@ import pytest
 
 from tests.collectives.world import endpoints, group_of
 from tests.exchange.world import NumpyReplica
+from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.events import NullRecorder
+from zmqtrain.exchange.base import Bucket
 from zmqtrain.exchange.elastic import Decision, ElasticMembers
-from zmqtrain.exchange.elastic_sums import GroupSums
+from zmqtrain.exchange.elastic_sums import GroupSums, Mixture
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.timeouts import Timeouts
+from zmqtrain.wire.payload import Payload
 
 pytestmark = pytest.mark.virtual_time
 SIZES = (5, 3)
@@ -29,12 +33,13 @@ class Group3:
 
     def __init__(self) -> None:
         self.there: tuple[PeerId, ...] = tuple(f"worker/{rank}" for rank in range(3))
+        self.others: tuple[PeerId, ...] = ("worker/7",)  # of another group
 
     def commit_with(self, commits: object) -> None:
         return None
 
-    def present(self, step: int) -> tuple[PeerId, ...]:
-        return self.there
+    def present(self, step: int, among: Collection[PeerId] | None = None) -> tuple[PeerId, ...]:
+        return self.there if among is None else tuple(peer for peer in among if peer in self.there + self.others)
 
     def since(self, step: int) -> int:
         return 0
@@ -77,6 +82,21 @@ class World:
         living = dict.fromkeys(self.members.there, 0)
         for rank in of:
             self.sums[rank].decide(Decision(7, living, newest, f"worker/{holder}", lack=lack))
+
+    def mix(self, rank: int, step: int, came: asyncio.Event | None = None) -> asyncio.Task[bool]:
+        """With 1000 from worker/7, and a part of each of the group: once it has ``came`` to all of them, if that is given."""
+
+        async def take(group: Group, bucket: Bucket, work: Payload) -> None:
+            cast(Any, work).numpy()[:] = 1000.0 if group.rank == 0 else 0.0
+            await all_reduce(group, work, ("mix", step, bucket.index))
+            if came is not None:
+                await came.wait()
+
+        def add(bucket: Bucket, work: Payload) -> None:
+            bucket.gradients.add_(work)
+
+        needed = ("worker/0", "worker/1", "worker/2", "worker/7")
+        return asyncio.ensure_future(self.sums[rank].mix(step, self.replicas[rank].buckets, Mixture(needed, take, add)))
 
     def gradients(self, rank: int) -> list[float]:
         return [float(value) for bucket in self.replicas[rank].buckets for value in cast(Any, bucket.gradients).numpy()]
@@ -152,3 +172,53 @@ async def test_one_that_has_completed_the_step_gives_its_sums_to_one_that_has_no
         await asyncio.gather(*(task for rank in range(2) for task in made.hand_over(rank, 1)))
         assert np.allclose(made.gradients(0), 11.0)
         assert made.gradients(0) == made.gradients(1)
+
+
+async def summed(made: World) -> None:
+    await asyncio.gather(*(task for rank in range(3) for task in made.hand_over(rank, 0)))
+
+
+async def test_a_mixture_counts_on_all_of_the_group() -> None:
+    async with world() as made:
+        await summed(made)
+        assert await asyncio.gather(*(made.mix(rank, 0) for rank in range(3))) == [True] * 3
+        assert all(made.gradients(rank) == [1111.0] * 8 for rank in range(3))
+        for rank in range(3):
+            assert made.sums[rank].hold() == 1  # the second result of step 0
+            assert made.sums[rank].step_of(1) == 0
+
+
+async def test_a_mixture_of_what_a_lost_worker_had_is_given_up_by_all() -> None:
+    """Also by one that comes to it when all know of the loss."""
+    async with world() as made:
+        await summed(made)
+        tasks = [made.mix(rank, 0, asyncio.Event()) for rank in range(2)]
+        await asyncio.sleep(0.1)
+        made.members.others = ()
+        assert [made.sums[rank].hold() for rank in range(3)] == [0, 0, 0]
+        made.decide(0, 0, lack=False, of=(0, 1, 2))
+        assert await asyncio.gather(*tasks, made.mix(2, 0)) == [False] * 3
+        assert all(made.gradients(rank) == [111.0] * 8 for rank in range(3))
+        for rank in range(3):
+            made.sums[rank].begin(1)
+            made.fill(rank)
+        await asyncio.gather(*(task for rank in range(3) for task in made.hand_over(rank, 1)))
+        assert all(made.gradients(rank) == [111.0] * 8 for rank in range(3))
+
+
+async def test_one_that_has_a_mixture_gives_it_to_those_that_lack_it() -> None:
+    async with world() as made:
+        await summed(made)
+        never, at_once = asyncio.Event(), asyncio.Event()
+        at_once.set()
+        tasks = [made.mix(0, 0, at_once), made.mix(1, 0, never), made.mix(2, 0, never)]
+        assert await tasks[0]
+        made.members.others = ()  # it has come from there, nevertheless
+        made.sums[0].begin(1)
+        made.lose(2)
+        assert [made.sums[rank].hold() for rank in range(2)] == [1, 0]
+        made.decide(1, 0, lack=True, of=(0, 1))
+        assert await tasks[1]
+        await asyncio.sleep(0.1)
+        assert made.gradients(0) == made.gradients(1) == [1111.0] * 8
+        assert made.sums[0].given_up, "the step that it had begun, whose batch was divided among others"

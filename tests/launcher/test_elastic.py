@@ -113,11 +113,13 @@ def test_a_worker_is_killed(tmp_path: Path, kind: str, restarts: int) -> None:
         assert any("worker/1" in line and "killed by SIGKILL" in line for line in run.lines), "the end says who was lost"
 
 
-@pytest.mark.parametrize("method", ["average", "outer", "elastic"])
-def test_a_worker_of_a_pair_is_killed_where_pairs_average_their_models(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["average", "outer", "elastic", "gossip"])
+def test_a_worker_of_a_pair_is_killed_where_each_pair_has_its_own_model(tmp_path: Path, method: str) -> None:
     (tmp_path / "task.py").write_text(waiting(5))
-    topology = TOPOLOGY.format(kind="averaging", restarts=1, steps=STEPS).replace("groups = 3", "groups = 2\ngroup_size = 2")
-    topology = topology.replace("[observe]", f'every = 4\naveraging = {{ method = "{method}" }}\n[observe]')
+    kind = "gossip" if method == "gossip" else "averaging"
+    topology = TOPOLOGY.format(kind=kind, restarts=1, steps=STEPS).replace("groups = 3", "groups = 2\ngroup_size = 2")
+    if kind == "averaging":
+        topology = topology.replace("[observe]", f'every = 4\naveraging = {{ method = "{method}" }}\n[observe]')
     (tmp_path / "trial.toml").write_text(topology)
     with Launched(tmp_path, "trial.toml") as run:
         events = ends_without(run, tmp_path, "worker/0", of=4)

@@ -46,18 +46,23 @@ class Decision:
     living: Mapping[PeerId, int]
     """The workers that are there, and which of their processes."""
     newest: int
-    """The newest step that one of them has completed; -1 for none."""
+    """The newest result (`Commits.step_of`) that one of them has completed; -1 for none."""
     holder: PeerId
     """One that has; if there is any."""
     lack: bool
-    """Whether another one, which has trained that step, has not."""
+    """Whether another one, which has trained its step, has not."""
 
 
 class Commits(Protocol):
     """Something that completes steps on all members or on none; on all of a group, if groups train apart."""
 
     def hold(self) -> int:
-        """Complete no step from now on, until the next `decide`. Returns the newest that is complete here; -1 for none."""
+        """Complete nothing from now on, until the next `decide`. Returns the number of the newest that is complete here; -1 for
+        none."""
+        ...
+
+    def step_of(self, number: int) -> int:
+        """The step to which a result belongs, of which a step may have several."""
         ...
 
     def decide(self, decision: Decision) -> None:
@@ -178,9 +183,10 @@ class ElasticMembers:
     def changed(self) -> object:
         return self._plans[-1]
 
-    def present(self, step: int) -> tuple[PeerId, ...]:
+    def present(self, step: int, among: Collection[PeerId] | None = None) -> tuple[PeerId, ...]:
         planned, living = self._plan(step)[1], self._plans[-1][1]
-        return tuple(peer for peer in self._own if peer in planned and living.get(peer) == planned[peer])
+        of = self._own if among is None else among
+        return tuple(peer for peer in of if peer in planned and living.get(peer) == planned[peer])
 
     def source(self, life: Life) -> Life | None:
         return self._sources.get(life)
@@ -466,7 +472,8 @@ class ElasticMembers:
         if newest < 0:
             return Decision(view.version, living, -1, "", lack=False)
         me = self._endpoint.peer
-        lack = await agree("lack", int(self.took_part(newest) and own < newest))
+        step = newest if self._commits is None else self._commits.step_of(newest)
+        lack = await agree("lack", int(self.took_part(step) and own < newest))
         holder = await agree("holder", self._workers.index(me) if own == newest else -1)
         return Decision(view.version, living, newest, self._workers[holder], lack=bool(lack))
 

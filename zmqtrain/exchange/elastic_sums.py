@@ -14,7 +14,7 @@ Sums are divided by the number of samples in them, so the result is the mean ove
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,11 +34,25 @@ from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """What a group gets from other groups and mixes with its own, after the sums of a step. It counts on all of the group or on
+    none."""
+
+    needed: tuple[PeerId, ...]
+    """The workers without whom it cannot be complete: those of this group that train the step, and those from whom it comes."""
+    take: Callable[[Group, Bucket, Payload], Awaitable[None]]
+    """Fills a payload with what comes for a bucket; the same on all of the group, and only with a part from each."""
+    apply: Callable[[Bucket, Payload], None]
+    """Mixes the bucket with it. Called in a thread."""
+
+
 @dataclass(slots=True)
 class _Step:
     """The sums of one step."""
 
     step: int
+    """Its number among all that is to be complete (`Commits.step_of`)."""
     group: Group
     members: tuple[PeerId, ...]
     buckets: dict[int, Bucket] = field(default_factory=dict)
@@ -52,6 +66,8 @@ class _Step:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     given_up: bool = False
     """It counts nowhere, and what is still handed over belongs to nothing."""
+    mixture: Mixture | None = None
+    """It is no sum of gradients, but what the group gets from others."""
 
 
 class ElasticSums:
@@ -132,6 +148,9 @@ class ElasticSums:
         """All that take part have the same decision."""
         self._decisions.put_nowait((decision, self._holds))
 
+    def step_of(self, number: int) -> int:
+        return number
+
     # An attempt.
 
     def _step(self, step: int) -> _Step:
@@ -157,9 +176,7 @@ class ElasticSums:
             memory[index] = bucket.gradients.empty_like()
         work = now.sums[index] = memory[index]
         try:
-            await self._arithmetic.do(partial(work.copy_, bucket.gradients), work)
-            await all_reduce(group, work, ("gradients", now.step, index), priority=index)
-            await self._scale(now, group, work)
+            await self._compute(now, group, bucket, work)
         except PeerLostError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # by a decision, at the same moment
@@ -173,6 +190,11 @@ class ElasticSums:
         else:
             now.complete.add(index)
             await self._maybe_complete(now)
+
+    async def _compute(self, now: _Step, group: Group, bucket: Bucket, work: Payload) -> None:
+        await self._arithmetic.do(partial(work.copy_, bucket.gradients), work)
+        await all_reduce(group, work, ("gradients", now.step, bucket.index), priority=bucket.index)
+        await self._scale(now, group, work)
 
     async def _scale(self, now: _Step, group: Group, work: Payload) -> None:
         if now.samples is None:
@@ -213,8 +235,11 @@ class ElasticSums:
     async def _complete(self, now: _Step) -> None:
         self._newest, self._last = now.step, now
         for index, bucket in now.buckets.items():
-            await self._arithmetic.do(partial(bucket.gradients.copy_, now.sums[index]), bucket.gradients)
+            await self._arithmetic.do(partial(self._apply, now, bucket, now.sums[index]), bucket.gradients)
         now.done.set()
+
+    def _apply(self, now: _Step, bucket: Bucket, result: Payload) -> None:
+        bucket.gradients.copy_(result)
 
     # A decision.
 
@@ -240,11 +265,15 @@ class ElasticSums:
         if now is None or now.step <= self._newest:
             return
         members, group = self._group_at(now.step)
-        if members == now.members:
+        if members == now.members and self._can_be_complete(now):
             await self._maybe_complete(now)
             return
         await self._take_back(now)
         self._go_on(now, members, group)
+
+    def _can_be_complete(self, now: _Step) -> bool:
+        """Whether all are there from whom something must come, beside the members of the step."""
+        return True
 
     def _go_on(self, now: _Step, members: tuple[PeerId, ...], group: Group) -> None:
         """These are left of a step that nobody has completed."""
@@ -263,7 +292,7 @@ class ElasticSums:
         has no part in that step."""
         step = decision.newest
         members, _ = self._group_at(step)
-        if not self._members.took_part(step):
+        if not self._members.took_part(self.step_of(step)):
             return True
         has = self._newest >= step
         owner = self._last if has else self._now
@@ -300,7 +329,9 @@ class GroupSums(ElasticSums):
     """Sums over one of several groups that train apart, of which workers may be lost: a step that none of the others has completed
     is given up by all of them, and they divide its batch anew. So each batch is trained once, and nothing of it is left to others.
 
-    Call `begin` before the first bucket of each step."""
+    Call `begin` before the first bucket of each step. After its sums a step may have a `mix`ture, which counts on all of the group
+    or on none, too. The sums of step t are number 2t of what is complete, its mixture is number 2t + 1: nobody completes one before
+    all of the group are done with the one before."""
 
     def __init__(
         self, endpoint: Endpoint, members: ElasticMembers, group: Group, *, timeouts: Timeouts, recorder: Recorder
@@ -312,16 +343,58 @@ class GroupSums(ElasticSums):
         """The batch of ``step`` is about to be divided among those that are there now."""
         now = self._now
         assert now is None or now.done.is_set(), f"step {step} begins before that of {now.step} has ended"
-        if now is None or not now.given_up:  # otherwise it is the same one again
+        if now is None or not now.given_up:  # otherwise the memory is free, and the other one still has what counted last
             self._turn = 1 - self._turn
-        self._now = self._step(step)
+        self._now = self._step(2 * step)
+
+    async def sum(self, bucket: Bucket, tag: Tag) -> None:
+        await super().sum(bucket, (tag[0], 2 * int(tag[1]), *tag[2:]))
+
+    async def mix(self, step: int, buckets: Sequence[Bucket], mixture: Mixture) -> bool:
+        """Mix these buckets of ``step``, whose sums are complete. Returns whether that counts; if not, they are as they were."""
+        if self._error is not None:
+            raise self._error
+        assert self._now is None or self._now.done.is_set(), "the sums of a step come before its mixture"
+        self._turn = 1 - self._turn
+        now = self._now = self._step(2 * step + 1)
+        now.mixture = mixture
+        if not self._can_be_complete(now):  # nor is it for others: they need what this worker has not sent
+            self._go_on(now, now.members, now.group)
+            return False
+        for bucket in buckets:
+            now.buckets[bucket.index] = bucket
+            self._attempt(now, bucket)
+        await now.done.wait()
+        if self._error is not None:
+            raise self._error
+        return not now.given_up
 
     @property
     def given_up(self) -> bool:
-        """Whether the step that was begun last counts nowhere."""
+        """Whether the step, or the mixture, that was begun last counts nowhere."""
         return self._now is not None and self._now.given_up
 
-    def _group_at(self, step: int) -> tuple[tuple[PeerId, ...], Group]:
+    def step_of(self, number: int) -> int:
+        return number // 2
+
+    def _can_be_complete(self, now: _Step) -> bool:
+        needed = now.mixture.needed if now.mixture is not None else ()
+        return len(self._members.present(self.step_of(now.step), needed)) == len(needed)
+
+    async def _compute(self, now: _Step, group: Group, bucket: Bucket, work: Payload) -> None:
+        if now.mixture is None:
+            await super()._compute(now, group, bucket, work)
+        else:
+            await now.mixture.take(group, bucket, work)
+
+    def _apply(self, now: _Step, bucket: Bucket, result: Payload) -> None:
+        if now.mixture is None:
+            super()._apply(now, bucket, result)
+        else:
+            now.mixture.apply(bucket, result)
+
+    def _group_at(self, number: int) -> tuple[tuple[PeerId, ...], Group]:
+        step = self.step_of(number)
         members = self._members.present(step)
         name = f"{self.group.name}/{self._members.since(step)}/{self.group.size - len(members)}"
         return members, self._groups.of(members, name)
@@ -330,7 +403,8 @@ class GroupSums(ElasticSums):
         """The parts of a group's batch are weighted by their samples."""
 
     def _say_counted(self, now: _Step) -> None:
-        self._recorder.audit("summed", step=now.step, members=list(now.members))
+        if now.mixture is None:
+            self._recorder.audit("summed", step=self.step_of(now.step), members=list(now.members))
 
     def _go_on(self, now: _Step, members: tuple[PeerId, ...], group: Group) -> None:
         now.given_up = True

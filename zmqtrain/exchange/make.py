@@ -24,7 +24,7 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
         groups = placement.groups
         keeps = context.topology.job.on_resize == "keep"
         several = placement.group_size > 1
-        teams, apart = several and exchange.kind == "model_server", several and exchange.kind == "averaging"
+        teams, apart = several and exchange.kind == "model_server", several and exchange.kind in ("averaging", "gossip")
         all_groups = [placement.group_members(group) for group in range(groups)]
         return ElasticMembers(
             context.endpoint,
@@ -46,7 +46,7 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
 def leaves_work(topology: Topology) -> bool:
     """Whether, in an elastic run, others train what a lost worker has left: a script's own loop does not."""
     kind = topology.exchange.kind
-    return kind == "model_server" or (kind == "averaging" and topology.compute.group_size > 1)
+    return kind == "model_server" or (kind in ("averaging", "gossip") and topology.compute.group_size > 1)
 
 
 def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool = False, script: bool = False) -> Exchange:

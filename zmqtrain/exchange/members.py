@@ -81,9 +81,9 @@ class Members(Protocol):
         """Another object after each change of the members."""
         ...
 
-    def present(self, step: int) -> tuple[PeerId, ...]:
-        """Those of this worker's group, if groups have several workers and models of their own, that train ``step``, as far as is
-        known now. May be called in any thread."""
+    def present(self, step: int, among: Collection[PeerId] | None = None) -> tuple[PeerId, ...]:
+        """Those of this worker's group (or ``among`` these), if groups have several workers and models of their own, that train
+        ``step``, as far as all of the group know now. May be called in any thread."""
         ...
 
     def source(self, life: Life) -> Life | None:
@@ -222,7 +222,7 @@ class FixedMembers:
     def changed(self) -> object:
         return None
 
-    def present(self, step: int) -> tuple[PeerId, ...]:
+    def present(self, step: int, among: Collection[PeerId] | None = None) -> tuple[PeerId, ...]:
         return ()
 
     def source(self, life: Life) -> Life | None:

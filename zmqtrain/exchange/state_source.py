@@ -4,9 +4,10 @@ optimizer's state and the model's buffers."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
+from zmqtrain.data.slots import Life
 from zmqtrain.errors import PeerLostError, ProtocolError, TooLateError
 from zmqtrain.exchange.base import Replica
 from zmqtrain.exchange.checkpoint_part import copy_of_received, pack_manifest, unpack_manifest
@@ -30,6 +31,7 @@ class StateSource:
         self._process = 0
         self._members: Members | None = None
         self.wanted: dict[PeerId, int] = {}  # who asked -> which of its processes
+        self._noted: set[Life] = set()  # those to whom this worker gives its state unasked
 
     def serve(self, members: Members) -> None:
         """Answer requests from now on. A late worker accepts them once it has a state itself (`begin`)."""
@@ -37,6 +39,23 @@ class StateSource:
         self._endpoint.serve(_METHOD, self._note)
         if not members.late:
             self.begin()
+
+    def serve_groups(self, members: Members) -> None:
+        """As `serve`, if groups have several workers and models of their own: those that come to one do not ask
+        (`NeighboursState.join_group`)."""
+        self.serve(members)
+        members.on_change(self._note_newcomers)
+
+    def _note_newcomers(self, step: int, living: tuple[PeerId, ...]) -> None:
+        """All know from which step on others take part, and with whose state they begin."""
+        members = self._members
+        assert members is not None, "on_change follows serve"
+        me = (self._endpoint.peer, members.own_incarnation)
+        for peer in living:
+            life = (peer, members.incarnation(peer, step) or 0)
+            if members.source(life) == me and life not in self._noted:
+                self._noted.add(life)
+                self.wanted[peer] = life[1]
 
     def begin(self) -> None:
         """This worker has a state, and trains: accept requests."""
@@ -60,6 +79,21 @@ class StateSource:
         if self.wanted and (due := self.due(step, members)):
             await settle()
             await self.give(due, step, replica, own())
+
+    async def answer_in_group(
+        self,
+        step: int,
+        members: Members,
+        group: Sequence[PeerId],
+        replica: Replica,
+        settle: Callable[[], Awaitable[None]],
+        own: Callable[[], Mapping[str, Payload]] = dict,
+    ) -> None:
+        """As `answer`, in one of several ``group``s that have models of their own; all of it call this before each step."""
+        if members.joins(step, among=group):
+            # A newcomer goes on from the last step. If only some had completed that, and were lost, the others would train it anew.
+            await members.together(f"given/{group[0]}/{step}", step, lambda _: settle(), among=group)
+        await self.answer(step, members, replica, settle, own)
 
     async def give(self, peers: Mapping[PeerId, int], step: int, replica: Replica, own: Mapping[str, Payload]) -> None:
         """Send the state with which ``step`` begins to these processes, which have asked for it. Nothing changes it in the

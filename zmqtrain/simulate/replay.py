@@ -92,6 +92,8 @@ class Ledger:
             yield from self._wrong_averages_of_groups(at_once=at_once)
         elif exchange.kind == "averaging" and at_once:
             yield from self._wrong_averages()
+        elif exchange.kind == "gossip" and exchange.gossip.exchange == "weights" and self._topology.compute.group_size > 1:
+            yield from self._wrong_mixtures_of_groups()
         elif exchange.kind == "gossip" and exchange.gossip.exchange == "weights":
             yield from self._wrong_mixtures()
         elif exchange.kind == "allreduce":
@@ -168,13 +170,49 @@ class Ledger:
                     yield f"{worker} averages {mine.tolist()} of bucket {bucket} after step {at}, {counted[0]} {theirs.tolist()}"
         if not at_once:
             return
-        placement, run = self._placement, _Averaged(self._topology, self._placement)
-        groups = range(placement.groups)
-        firsts = [placement.group_members(group)[0] for group in groups]  # who stands for the group
+        run = _Averaged(self._topology, self._placement)
+        for step in self._steps_of_groups(run):
+            if step in self._counted:
+                run.combine(list(dict.fromkeys(map(self._first_of, self._counted[step]))))
+        yield from self._wrong_models_of_groups(run)
 
-        def of(peer: PeerId) -> PeerId:
-            return firsts[placement.role(peer).group]
+    def _wrong_mixtures_of_groups(self) -> Iterator[str]:
+        """Each group has one model, whoever of it is there, trains each of its batches as a whole, and mixes all of its workers'
+        models with the same others or none."""
+        for (at, _), own in sorted(self._combined.items()):
+            firsts: dict[int, tuple[PeerId, Numbers]] = {}  # who has stated it first, of each bucket
+            for (worker, bucket), mine in own.items():
+                first, theirs = firsts.setdefault(bucket, (worker, mine))
+                if not np.allclose(mine, theirs, rtol=1e-12, atol=0):
+                    yield f"{worker} mixes {mine.tolist()} of bucket {bucket} at step {at}, {first} {theirs.tolist()}"
+        newest: dict[tuple[PeerId, int], int] = {}  # process -> the last step of which it has said what it is mixed with
 
+        def process(peer: PeerId, step: int) -> tuple[PeerId, int]:
+            return peer, sum(joined <= step for other, joined in self._joined if other == peer)
+
+        for step, mixed in sorted(self._mixed.items()):
+            newest |= {process(peer, step): step for peer in mixed}
+        run, last = _Averaged(self._topology, self._placement), max(self._mixed, default=0)
+        for step in self._steps_of_groups(run):
+            mixtures: dict[PeerId, dict[int, tuple[PeerId, ...]]] = {}
+            mixed = self._mixed.get(step, {})
+            until = {peer: newest[process(peer, step)] for peer in mixed}
+            stayed = {peer for peer in mixed if peer in self._models and process(peer, step) == process(peer, last)}
+            # One that is lost may have mixed its model alone, if no other of its group goes on from there.
+            for peer in sorted(mixed, key=lambda peer: (until[peer], peer in stayed), reverse=True):
+                counts = mixtures.setdefault(self._first_of(peer), mixed[peer])
+                if mixed[peer] != counts and until[peer] > step:
+                    yield f"at step {step} {peer} is mixed with {mixed[peer]}, others of its group with {counts}"
+            run.mix(mixtures)
+        yield from self._wrong_models_of_groups(run)
+
+    def _first_of(self, peer: PeerId) -> PeerId:
+        """The worker that stands for the group of ``peer``, whose workers have one model."""
+        return self._placement.group_members(self._placement.role(peer).group)[0]
+
+    def _steps_of_groups(self, run: _Averaged) -> Iterator[int]:
+        """Train all steps of groups of several workers, in order; each group's batch once and as a whole."""
+        placement, of = self._placement, self._first_of
         last = max((step for step, _ in self._summed), default=-1)
         batch = self._topology.compute.batch_size
         for step in range(last + 2):  # some may come when all is trained
@@ -184,14 +222,15 @@ class Ledger:
             while coming:
                 for first in [each for each, source in coming.items() if source not in coming] or list(coming):
                     run.begin_like(first, coming.pop(first))
-            for group in groups:
+            for group in range(placement.groups):
                 if (step, group) in self._summed:
                     start = (step * placement.groups + group) * batch
-                    run.train_on(firsts[group], [(start, start + batch)])
-            if step in self._counted:
-                run.combine(list(dict.fromkeys(map(of, self._counted[step]))))
+                    run.train_on(placement.group_members(group)[0], [(start, start + batch)])
+            yield step
+
+    def _wrong_models_of_groups(self, run: _Averaged) -> Iterator[str]:
         for peer, (values, members) in self._models.items():
-            yield from self._wrong_model(run, peer, values, list(dict.fromkeys(map(of, members))))
+            yield from self._wrong_model(run, peer, values, list(dict.fromkeys(map(self._first_of, members))))
 
     def _wrong_mixtures(self) -> Iterator[str]:
         run = _Averaged(self._topology, self._placement)

@@ -25,15 +25,7 @@ def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
         return _why_not_with_sums(topology)
     if exchange.kind == "model_server":
         return _why_not_with_servers(topology)
-    if exchange.kind == "averaging" and compute.group_size > 1:
-        return _why_not_averages_of_groups(topology)
-    if compute.group_size > 1:
-        return (
-            f"with {exchange.kind}, a group cannot continue without one of its workers; an elastic run needs groups of one worker, "
-            "all-reduce or model servers",
-            (("compute", "group_size"), ("exchange", "kind")),
-        )
-    return None
+    return _why_not_models_of_groups(topology) if compute.group_size > 1 else None
 
 
 def why_it_is_not(topology: Topology) -> tuple[str, tuple[Path, ...]]:
@@ -68,7 +60,8 @@ def _why_not_with_sums(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
     return None
 
 
-def _why_not_averages_of_groups(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
+def _why_not_models_of_groups(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
+    """With averaging and gossip, where each group has a model of its own."""
     exchange, compute, data = topology.exchange, topology.compute, topology.data
     obstacles: list[tuple[bool, str, Path]] = [
         (exchange.averaging.deltas != "float32", "deltas: what rounding has lost belongs to workers", ("exchange", "averaging")),
@@ -80,7 +73,8 @@ def _why_not_averages_of_groups(topology: Topology) -> tuple[str, tuple[Path, ..
     if found is None:
         return None
     what, path = found
-    return f"with averaging among groups of several workers, an elastic run cannot have {what}", (path, ("compute", "group_size"))
+    among = f"{exchange.kind} among groups of several workers"
+    return f"with {among}, an elastic run cannot have {what}", (path, ("compute", "group_size"))
 
 
 def _why_not_with_servers(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:

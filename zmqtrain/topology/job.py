@@ -123,10 +123,10 @@ class Job(Section):
         description="Carry on without workers that are lost (killed, or gone with their host), and let others take their place. "
         "Default: true among groups of one worker for gossip, averaging and model servers (these without merged_fc, snapshot, "
         "parts and the sample ring; synchronous ones also without clip_norm and float16), unless their data is a stream. It is "
-        "possible, too, among groups of several workers with model servers (without float16, compression and until) and averaging "
-        '(without float16, deltas, parts and ring = "tensors"), and with all-reduce, unless a grid divides the model or gradients '
-        "are compressed; with all-reduce, and averaging among groups of several, gradients then travel in "
-        "messages also within a host.",
+        "possible, too, among groups of several workers with model servers (without float16, compression and until), averaging "
+        '(without float16, deltas, parts and ring = "tensors") and gossip (without float16, parts and ring = "tensors"), and with '
+        "all-reduce, unless a grid divides the model or gradients are compressed; with all-reduce, and averaging or gossip among "
+        "groups of several, gradients then travel in messages also within a host.",
     )
     on_resize: Literal["keep", "sqrt", "linear"] = Field(
         default="keep",

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from zmqtrain.collectives.call import while_all_are_there
 from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_gather, all_reduce
-from zmqtrain.data.slots import Life
 from zmqtrain.data.teams import owner_of
 from zmqtrain.errors import CheckpointError
 from zmqtrain.events import NullRecorder, Recorder
@@ -31,7 +30,7 @@ from zmqtrain.exchange.rounded_mean import RoundedMean
 from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.state_source import NeighboursState, StateSource
 from zmqtrain.exchange.sums import NetworkSums, Sums
-from zmqtrain.exchange.team_parts import gather_parts
+from zmqtrain.exchange.team_parts import gather_parts, weight_in_mean
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.waiting import abandoned, together
@@ -114,7 +113,6 @@ class AveragingExchange(Serverless):
         self._own = sums if isinstance(sums, GroupSums) else None  # if the group may lose some of its workers
         self._all_groups: tuple[tuple[PeerId, ...], ...] = ()
         self._made: Groups | None = None
-        self._noted: set[Life] = set()  # those to whom this worker gives its state
         endpoint, patience_s = groups.world.endpoint, groups.world.timeout_s or PATIENCE_S
         self._members = members or FixedMembers(endpoint, groups.world.members, timeout_s=patience_s)
         self._endpoint, self._patience_s = endpoint, patience_s
@@ -180,9 +178,7 @@ class AveragingExchange(Serverless):
         replica.optimize(Optimize.APART)
         members = self._members
         if self._source is not None:
-            self._source.serve(members)
-            if self._own is not None:
-                members.on_change(self._note_newcomers)
+            (self._source.serve if self._own is None else self._source.serve_groups)(members)
         if not restored and not members.late:
             await members.together("averaging/start", 0, lambda world: spread(world, replica))
         # Otherwise each group continues with its own model; its members wrote equal ones to the checkpoint.
@@ -220,23 +216,15 @@ class AveragingExchange(Serverless):
                 await self._source.answer(first, members, replica, self.settle, self._kept)
         return first
 
-    def _note_newcomers(self, step: int, living: tuple[PeerId, ...]) -> None:
-        """All know from which step on others take part, and with whose state they begin."""
-        members, me = self._members, (self._endpoint.peer, self._members.own_incarnation)
-        for peer in living:
-            life = (peer, members.incarnation(peer, step) or 0)
-            if self._source is not None and members.source(life) == me and life not in self._noted:
-                self._noted.add(life)
-                self._source.wanted[peer] = life[1]
-
     async def _give(self, step: int) -> None:
         """Give the state with which ``step`` begins to those who have asked for it, and begin with that step."""
-        members, all_of_it = self._members, self._groups.group.members
-        if self._own is not None and members.joins(step, among=all_of_it):
-            # A newcomer goes on from the last step. If only some had completed that, and were lost, the others would train it anew.
-            await members.together(f"given/{all_of_it[0]}/{step}", step, lambda _: self.settle(), among=all_of_it)
-        if self._source is not None:
-            await self._source.answer(step, self._members, self._replica_started(), self.settle, self._kept)
+        members, replica = self._members, self._replica_started()
+        if self._source is None:
+            return
+        if self._own is None:
+            await self._source.answer(step, members, replica, self.settle, self._kept)
+        else:
+            await self._source.answer_in_group(step, members, self._groups.group.members, replica, self.settle, self._kept)
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -459,11 +447,7 @@ class AveragingExchange(Serverless):
         self._restored.clear()
 
     def weight(self, group: Group) -> float | None:
-        if self._own is None:
-            return None
-        sizes = [len(set(each).intersection(group.members)) for each in self._all_groups]
-        own = len(set(self._groups.group.members).intersection(group.members))
-        return 1.0 / (own * sum(map(bool, sizes)))
+        return None if self._own is None else weight_in_mean(self._all_groups, self._endpoint.peer, group)
 
     def _part(self, bucket: Bucket) -> Payload:
         """The part of the bucket whose average this worker applies."""

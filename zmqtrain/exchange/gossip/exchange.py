@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal
 
-from zmqtrain.collectives.group import bounds
+from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_gather
 from zmqtrain.errors import PeerLostError
 from zmqtrain.events import NullRecorder, Recorder
@@ -28,14 +28,17 @@ from zmqtrain.exchange.allreduce import spread
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.context import ExchangeContext
+from zmqtrain.exchange.elastic_sums import GroupSums
 from zmqtrain.exchange.gossip.distance import Distance
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
+from zmqtrain.exchange.gossip.teams import TeamGossip
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.shared_copies import Like, like_in
 from zmqtrain.exchange.state_source import NeighboursState, StateSource
 from zmqtrain.exchange.sums import Sums
+from zmqtrain.exchange.team_parts import weight_in_mean
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import Endpoint, PeerId, Sent, Tag
 from zmqtrain.waiting import in_time, together
@@ -71,6 +74,9 @@ class GossipExchange(Serverless):
 
     With ``members`` that survive losses (and groups of one worker), a lost partner is not waited for: the bucket stays unchanged. A
     bucket is averaged only once it has arrived completely, and then to the end, so it is never left half averaged.
+
+    Groups of several workers that may lose some (`GroupSums`) exchange what `TeamGossip` says, when backward has ended; the step
+    ends when all of the group have the mean.
     """
 
     def __init__(
@@ -82,10 +88,11 @@ class GossipExchange(Serverless):
         settings: GossipSettings,
         *,
         like: Like | None = None,
+        all_groups: Sequence[Sequence[PeerId]] = (),
         recorder: Recorder | None = None,
     ) -> None:
         """``sums`` are over this worker's group; ``column``: the workers at its position, of all groups; ``like`` allocates the
-        copies that are sent."""
+        copies that are sent; ``all_groups``: the workers of all groups, needed only if the sums are `GroupSums`."""
         super().__init__(sums)
         self._like = like or like_in(None)
         self._endpoint, self._members, self._column, self._settings = endpoint, members, column, settings
@@ -93,7 +100,8 @@ class GossipExchange(Serverless):
         self._recorder: Recorder = recorder or NullRecorder()
         # Weights can be sent during backward only if their update needs no gradients of other workers.
         weights = settings.exchange == "weights"
-        self._early = settings.by_bucket and (group.size == 1 or not weights)
+        self._own = sums if isinstance(sums, GroupSums) else None  # if the group may lose some of its workers
+        self._early = settings.by_bucket and (group.size == 1 or not weights) and self._own is None
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._sum = GradientSum(sums, self._recorder, self._abort, overlap=settings.overlap)
         self._arithmetic = Arithmetic("zmqtrain-gossip")
@@ -104,6 +112,22 @@ class GossipExchange(Serverless):
         self._partners: _Peers | None = None
         self._distance: Distance | None = None
         self._source_of_state = StateSource(endpoint, timeout_s=settings.timeout_s)
+        self._repeats = False
+        self._teams: TeamGossip | None = None
+        self._all_groups = tuple(map(tuple, all_groups))
+        if self._own is not None:
+            self._teams = TeamGossip(
+                endpoint,
+                members,
+                self._own,
+                self._all_groups,
+                weights=weights,
+                like=self._like,
+                arithmetic=self._arithmetic,
+                timeout_s=settings.timeout_s,
+                recorder=self._recorder,
+                fail=self._abort,
+            )
 
     @classmethod
     def of(cls, context: ExchangeContext) -> GossipExchange:
@@ -126,6 +150,7 @@ class GossipExchange(Serverless):
             frozenset(context.column),
             settings,
             like=like_in(worker.arena),
+            all_groups=[worker.placement.group_members(number) for number in range(worker.placement.groups)],
             recorder=worker.recorder,
         )
 
@@ -144,8 +169,8 @@ class GossipExchange(Serverless):
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         self._replica = replica
         replica.optimize(self._when)
-        self._source_of_state.serve(self._members)
         members = self._members
+        (self._source_of_state.serve if self._own is None else self._source_of_state.serve_groups)(members)
         first = None
         if members.late:
             first = await self._start_late(replica)
@@ -157,15 +182,21 @@ class GossipExchange(Serverless):
     async def _start_late(self, replica: Replica) -> int:
         timeout_s = self._settings.timeout_s
         state = NeighboursState(self._endpoint, self._members, timeout_s=timeout_s)
-        first = await state.join()
+        first = await (state.join() if self._own is None else state.join_group())
         await state.take(replica)
         self._recorder.audit("joined", step=first, source=state.source)
         self._source_of_state.begin()
+        if self._own is not None:  # others of its group may have come with the same step
+            await self._source_of_state.answer(first, self._members, replica, self.settle)
         return first
 
     async def _give(self, step: int) -> None:
         """Give the state with which ``step`` begins to those who have asked for it, and begin with that step."""
-        await self._source_of_state.answer(step, self._members, self._replica_started(), self._under_way.settle)
+        source, members, replica = self._source_of_state, self._members, self._replica_started()
+        if self._own is None:
+            await source.answer(step, members, replica, self.settle)
+        else:
+            await source.answer_in_group(step, members, self._group.members, replica, self.settle)
 
     def begin_step(self, step: int) -> None:
         buckets = self._replica_started().buckets
@@ -173,7 +204,10 @@ class GossipExchange(Serverless):
         self._partners = self._partners_at(step)
         measured = step % DISTANCE_EVERY == 0 and self._partners is not None and bool(self._partners.sources)
         self._distance = Distance(len(buckets)) if measured else None
-        self._under_way.begin(step, len(buckets))
+        if self._own is not None:
+            self._own.begin(step)
+        else:
+            self._under_way.begin(step, len(buckets))
         if not self._early:
             self._sum.begin(step, len(buckets))
 
@@ -184,20 +218,35 @@ class GossipExchange(Serverless):
             self._sum.add(bucket)
 
     async def end_step(self) -> None:
-        if not self._early:
-            await self._exchange_batch()
-        await self._under_way.all_added()
-        if not self._settings.overlap:
-            await self._under_way.settle()
+        if self._teams is not None:
+            await self._exchange_in_team(self._teams)
+            if self._repeats:
+                return
+        else:
+            if not self._early:
+                await self._exchange_batch()
+            await self._under_way.all_added()
+            if not self._settings.overlap:
+                await self._under_way.settle()
         await self._members.release(self._step + 1)
         await self._give(self._step + 1)
 
+    def repeats(self, step: int) -> bool:
+        return self._repeats
+
     async def settle(self) -> None:
         await self._under_way.settle()
+        if self._teams is not None:
+            await self._teams.settle()
+
+    def weight(self, group: Group) -> float | None:
+        return None if self._own is None else weight_in_mean(self._all_groups, self._endpoint.peer, group)
 
     async def stop(self, *, failed: bool = False) -> None:
         self._source_of_state.close(failed=failed)
         await self._under_way.cancel()
+        if self._teams is not None:
+            await self._teams.stop()
         await self._sum.stop()
         self._arithmetic.close()
         await self._members.stop()
@@ -205,6 +254,9 @@ class GossipExchange(Serverless):
     # A step.
 
     def _column_at(self, step: int) -> tuple[PeerId, ...]:
+        """Those who exchange with each other at a step: workers, or groups, by the name of the first worker of each."""
+        if self._teams is not None:
+            return self._teams.there(step)
         return tuple(peer for peer in self._members.at(step) if peer in self._column)
 
     def _partners_at(self, step: int) -> _Peers | None:
@@ -213,7 +265,8 @@ class GossipExchange(Serverless):
         fits = settings.shape != "hypercube" or is_power_of_two(len(column))
         shape: Shape = settings.shape if fits else "dissemination"
         schedule = Schedule(len(column), settings.seed, shape, settings.rotation, settings.balanced)
-        partners = schedule.partners(step, _ranks(column)[self._endpoint.peer])
+        name = self._endpoint.peer if self._teams is None else self._teams.name
+        partners = schedule.partners(step, _ranks(column)[name])
         return None if partners is None else _Peers.of(partners, column)
 
     async def _exchange_batch(self) -> None:
@@ -227,6 +280,24 @@ class GossipExchange(Serverless):
             self._under_way.add(bucket)
         if not weights:
             await self._under_way.settle()
+            await replica.update()
+
+    async def _exchange_in_team(self, teams: TeamGossip) -> None:
+        """Exchange all buckets after backward, unless the step has been given up."""
+        assert self._own is not None
+        replica, partners = self._replica_started(), self._partners
+        await self._sum.wait()
+        self._repeats = self._own.given_up
+        weights = self._settings.exchange == "weights"
+        if weights and not self._repeats:
+            await replica.update(hold=True)
+        if partners is not None and not self._repeats:
+            buckets = list(reversed(replica.buckets))
+            await teams.exchange(self._step, buckets, partners.to, partners.sources, self._distance)
+        if weights or self._repeats:
+            for bucket in replica.buckets:
+                replica.parameters_ready(bucket)
+        else:
             await replica.update()
 
     def _begin(self, bucket: Bucket, step: int) -> Coroutine[Any, Any, None]:

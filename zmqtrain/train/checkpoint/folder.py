@@ -59,9 +59,6 @@ _WIRE = {theirs: ours for ours, theirs in _SAFETENSORS.items() if ours in DTYPES
 _LARGEST_HEADER = 100 << 20
 Listed = Sequence[tuple[str, str, tuple[int, ...]]]
 
-#: The exchanges whose runs continue from what lost workers have left only if groups have one worker.
-_ELASTIC_ALONE = ("gossip", "model_server")
-
 
 class PartWriter:
     """Writes one part, tensor by tensor, in the listed order."""
@@ -177,10 +174,10 @@ class Checkpoint:
                     f"{self.folder} was written with {_SETTINGS[name]} = {mine!r}, but this run has {getattr(shape, name)!r}: "
                     f"restore the old value, or {WITHOUT_RESUME}"
                 )
-        if self._workers is not None and shape.kind in _ELASTIC_ALONE and shape.group_size > 1:
+        if self._workers is not None and shape.kind == "model_server" and shape.group_size > 1:
             raise CheckpointError(
-                f"{self.folder} lacks the parts of lost workers, and only all-reduce, averaging, or groups of one worker can "
-                "continue from that: use an earlier checkpoint"
+                f"{self.folder} lacks the parts of lost workers, and with model servers only groups of one worker can continue "
+                "from that: use an earlier checkpoint"
             )
         for part in self.shape.parts(self._workers):
             self._require_part(part)
@@ -209,7 +206,8 @@ class Checkpoint:
         rank = int(text) if kind == "worker" else group * size
         if rank in self._workers:
             return None
-        there = own if self.shape.kind == "averaging" and own else self._workers  # each group has a model of its own
+        apart = self.shape.kind in ("averaging", "gossip")  # each group has a model of its own
+        there = own if apart and own else self._workers
         return max((other for other in there if other < rank), default=max(there))
 
     def part(self, name: str) -> tuple[dict[str, TensorPayload], dict[str, Any]]:

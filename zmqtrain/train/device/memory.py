@@ -227,7 +227,7 @@ def expected_parameters(profile: Profile, topology: Topology, steps: int) -> dic
 def divided(topology: Topology) -> bool:
     """Whether each worker's gradient is that of its samples, which depend on who is there (`zmqtrain.data.division`,
     `zmqtrain.data.teams`)."""
-    teams = topology.exchange.kind in ("model_server", "averaging") and topology.compute.group_size > 1
+    teams = topology.exchange.kind != "allreduce" and topology.compute.group_size > 1
     return topology.elastic and (topology.exchange.kind == "allreduce" or teams)
 
 
