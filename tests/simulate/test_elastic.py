@@ -401,3 +401,9 @@ def test_others_join_at_any_moment() -> None:
         shape = allreduce(epochs=1, job="max_workers = 6" + seed % 2 * '\non_resize = "sqrt"')
         found = list(explore(shape, [seed], faults="random"))
         assert [each.broken for each in found if each.broken] == []
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_one_that_is_to_be_started_again_before_its_agent_has_started_it_is_started_once(restarts: int) -> None:
+    """There is nothing to kill, and another one with its name would meet it."""
+    run([restart("worker/1", at=0.0, after=0.0)], job=f"restarts = {restarts}")

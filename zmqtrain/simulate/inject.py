@@ -153,6 +153,8 @@ class Injector:
             role = self._plan.description.placement.role(peer)
         except KeyError:
             return
+        if peer not in self._cluster.processes:  # there was none to kill: its agent has yet to start it
+            return
         host = self._cluster.hosts.get(role.host)
         topology = self._plan.description.topology
         needed = topology.elastic and (role.kind == "worker" or (role.kind == "server" and topology.replicated))

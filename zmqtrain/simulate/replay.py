@@ -67,6 +67,14 @@ class Ledger:
     def joined(self, peer: PeerId, step: int, source: PeerId) -> None:
         """The worker begins with ``step``, and with the state of ``source``."""
         self._joined[peer, step] = source
+        group, size = self._placement.role(peer).group, self._topology.compute.group_size
+        if size > 1 and self._placement.role(source).group != group:  # the one that it had is lost, and was ahead
+            for of_group in (self._summed, self._combined):
+                for at in [at for at, number in of_group if number == group and at >= step]:
+                    of_group.pop((at, group))
+            for at, mixed in self._mixed.items():
+                for other in self._placement.group_members(group) if at >= step else ():
+                    mixed.pop(other, None)
 
     def ended(self, peer: PeerId, values: Mapping[str, Numbers], members: Sequence[PeerId]) -> None:
         """The run's model is that of these members, and has these parameters."""
