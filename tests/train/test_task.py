@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from zmqtrain.errors import RunStopped, TaskError, UsageError
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.callback import Callback
 from zmqtrain.train.task import Task, check_layers, check_model, load_task, user_code
 
 SOURCE = """
@@ -98,6 +99,9 @@ class Endless(IterableDataset[int]):
         ({"loss": 3}, "Task.loss is a int"),
         ({"schedule": 3}, "Task.schedule is a int"),
         ({"metrics": {"f1": 3}}, "metrics.'f1'. is a int"),
+        ({"metrics": lambda output, target: 1.0}, "Task.metrics is a function; it must be a mapping"),
+        ({"metrics": [len]}, "Task.metrics is a list"),
+        ({"callbacks": Callback()}, "Task.callbacks is a Callback; it must be a list"),
         ({"train_data": 3}, "must be a map-style dataset"),
         ({"train_data": {"train": [1]}}, "is a dict of 'train': pass one of them"),
         ({"train_data": Endless(), "num_workers": 2}, "each process would read all of it"),

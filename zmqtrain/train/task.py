@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,10 @@ class Task:
     """Called after steps, evaluations and checkpoints, and when workers come and go, on every worker (`zmqtrain.Callback`)."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.callbacks, Iterable):
+            raise TaskError(f"Task.callbacks is a {type(self.callbacks).__name__}; it must be a list of callbacks")
+        if not isinstance(self.metrics, Mapping | None):
+            raise TaskError(f'Task.metrics is a {type(self.metrics).__name__}; it must be a mapping, such as {{"name": metric}}')
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise TaskError(
