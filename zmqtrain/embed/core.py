@@ -88,7 +88,7 @@ class Core:
         self._calls: Counter[str] = Counter()  # of collectives, by name
         self._calls_since = 0  # the step from which they are counted
         self._share: tuple[int, int] | None = None  # samples of this worker's batch, and of the group's
-        self._since_step = 0  # samples of this worker's batches since the last step
+        self._uncounted = 0  # samples of this worker's batches that are of no step yet
         self._taken: list[tuple[int, int]] = []  # of the batches since the last backward: each share once
         self._ended_step: dict[str, EventValue] | None = None  # the values of the last step, until the next one ends
         self._feeds: list[Feed] = []
@@ -322,7 +322,7 @@ class Core:
             batch = batch.to(self.device)
             if trains:
                 self._share = samples, of = batch.samples, feed.group_samples
-                self._since_step += samples
+                self._uncounted += samples
                 if all(samples * other_of != other * of for other, other_of in self._taken):
                     self._taken.append(self._share)
         return batch
@@ -359,11 +359,13 @@ class Core:
         samples, of = self._share
         return samples / of
 
-    def _step_ended(self, step: int, seconds: float, exposed_s: float) -> None:
+    def _step_ended(self, step: int, backwards: int, seconds: float, exposed_s: float) -> None:
         self._flush_step()
-        # A step of gradients that several batches have added up has all their samples; another step of the same batch has it again.
-        samples = self._since_step or (self._share[0] if self._share else 0)
-        self._since_step = 0
+        # Each backward is of a batch: of one that was taken since (gradients that several add up), or of the same one again (two
+        # passes). A loop may also take batches in advance.
+        share = self._share[0] if self._share else 0
+        samples = min(self._uncounted, max(1, backwards) * share) or share
+        self._uncounted = max(0, self._uncounted - samples)
         if self.divided is not None and not self.divided.counts:
             samples = 0
         # A lost worker cannot be asked at the end: then each worker counts for all.

@@ -79,7 +79,7 @@ class Replicated:
         served: bool,
         weight: Callable[..., float],
         share: Callable[[], tuple[int, int] | None],
-        ended: Callable[[int, float, float], None],
+        ended: Callable[[int, int, float, float], None],
         warn: Callable[[str], None],
         call_back: Callable[[], None],
         stops: Callable[[int], Coroutine[Any, Any, bool]],
@@ -92,10 +92,10 @@ class Replicated:
         ``overlap``: see `zmqtrain.embed.session.Session.replicate`. ``served``: model servers run the optimizer. ``weight()``: the
         weight of this worker's gradient in its group; the group's weights add up to 1. ``weight(any_share=True)``: one that will be
         divided out. ``share()``: the number of samples in this worker's last batch, and in its group's, if known.
-        ``ended(step, seconds, exposed_s)`` is called after each step, on the loop's thread, where ``warn(text)`` is called, too;
-        ``call_back()`` in the caller's. ``stops(step)``: whether the run must stop before this step; then ``stop()``, in the
-        caller's thread, ends the session and raises, now and at any later call. ``wait`` waits for a coroutine in the caller's
-        thread. ``divided``: the model, if its group divides it."""
+        ``ended(step, backwards, seconds, exposed_s)`` is called after each step, on the loop's thread, where ``warn(text)`` is
+        called, too; ``call_back()`` in the caller's. ``stops(step)``: whether the run must stop before this step; then ``stop()``,
+        in the caller's thread, ends the session and raises, now and at any later call. ``wait`` waits for a coroutine in the
+        caller's thread. ``divided``: the model, if its group divides it."""
         self.replica, self.exchange, self.scope = replica, exchange, scope
         self.step = self.first_step = first_step
         self.others = others
@@ -103,6 +103,7 @@ class Replicated:
         self._served = served
         self._stops, self._stop, self._call_back, self._warn = stops, stop, call_back, warn
         self._stopped = False
+        self._made = 0  # backwards since the last step
         self._remarks: set[str] = set()  # each is given once
         self._same_losses: set[float] = set()  # that all workers have had
         self._divided = divided
@@ -341,6 +342,7 @@ class Replicated:
             self._end_backward()
 
     def _end_backward(self) -> None:
+        self._made += 1
         self._in_backward = False
         if self.held:
             self._backwards += not self._losses.only_adding
@@ -424,7 +426,8 @@ class Replicated:
         if self._returns:
             replica.take_all()
         now = self._bridge.loop.time()
-        self._bridge.loop.call_soon_threadsafe(self._ended, self.step, now - self._began_s, exposed_s + now - waited)
+        self._bridge.loop.call_soon_threadsafe(self._ended, self.step, self._made, now - self._began_s, exposed_s + now - waited)
+        self._made = 0
         self._began_s = now
         self.step += 1
         self._backwards, self._adding, self._leaving, self._zeroed = 0, False, False, "no"
