@@ -399,6 +399,29 @@ async def test_the_balance_of_experts_is_refused_and_a_mean_is_not(returned: boo
     assert not await errors(balanced=False)
 
 
+@pytest.mark.parametrize("of_all", [True, False])
+async def test_what_the_model_computes_of_its_own_scores_is_tried_too(of_all: bool) -> None:
+    """The entropy of the mean prediction is of all samples; the mean of the entropies is not."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3).double()
+
+        def forward(self, inputs: Tensor) -> Any:
+            scores = self.layer(inputs)
+            shares = scores.softmax(1).mean(0) if of_all else scores.softmax(1)
+            return scores, (shares * shares.log()).sum(-1).mean()
+
+    def loss(output: Any, target: Tensor) -> Tensor:
+        return cross_entropy(output[0], target) + 0.1 * output[1]
+
+    recipe = Recipe(loss=loss, model=Scores, eval_data=None)
+    result = await run(topology_of(job={"steps": 2}, compute={"group_size": 2, "batch_size": 8}), recipe)
+    said = [str(error) for error in result.errors.values()]
+    assert any("what the model computes of all samples together" in text for text in said) if of_all else not said
+
+
 class Lengths(torch.utils.data.Dataset[Any]):
     """Sequences of different lengths."""
 

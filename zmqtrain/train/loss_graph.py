@@ -55,14 +55,20 @@ def children_of(node: Node) -> list[Node]:
 
 def leaves_of(loss: Tensor, *, beside: Collection[Node | None] = ()) -> Iterator[Tensor]:
     """The tensors at the ends of the whole graph of ``loss``, parameters above all; not through the nodes ``beside``."""
+    for node in nodes_of(loss, beside=beside):
+        if "AccumulateGrad" in node.name():
+            yield node.variable  # type: ignore[attr-defined]
+
+
+def nodes_of(loss: Tensor, *, beside: Collection[Node | None] = ()) -> Iterator[Node]:
+    """All nodes of the graph of ``loss``, each once; not the nodes ``beside``, nor what is only reached through them."""
     nodes, seen = [] if loss.grad_fn is None else [loss.grad_fn], set[Node]()
     while nodes:
         node = nodes.pop()
         if node in seen or node in beside:
             continue
         seen.add(node)
-        if "AccumulateGrad" in node.name():
-            yield node.variable  # type: ignore[attr-defined]
+        yield node
         nodes += children_of(node)
 
 

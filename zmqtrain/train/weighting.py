@@ -27,7 +27,7 @@ from zmqtrain.data.batch import TARGETS, Batch
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.nested import leaves, mapped, rows
 from zmqtrain.errors import TaskError
-from zmqtrain.train.loss_graph import leaves_of
+from zmqtrain.train.loss_graph import leaves_of, nodes_of
 from zmqtrain.wire.tensor import TensorPayload
 
 #: The class that torch's losses ignore by default.
@@ -324,8 +324,13 @@ def _tolerance_of_model(model: nn.Module, *, single: bool) -> float:
 
 
 def depends_beside_rows(loss: Tensor, output: Any, samples: int) -> bool:
-    """Whether the loss depends on parameters not only through those of the model's outputs that have a row for each sample."""
-    of_rows = {leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples}
+    """Whether the loss depends on parameters not only through those of the model's outputs that have a row for each sample: also
+    through another output, which may be computed of these rows itself."""
+    outputs = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+    of_rows = {leaf.grad_fn for leaf in outputs if leaf.ndim and len(leaf) == samples}
+    others = {leaf.grad_fn for leaf in outputs} - of_rows - {None}
+    if others and any(node in others for node in nodes_of(loss, beside=of_rows)):
+        return True
     return any(True for _ in leaves_of(loss, beside=of_rows))
 
 
