@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 import zmqtrain
+from tests.launcher.ready import warm
 from tests.patience import PATIENCE_S
 from zmqtrain.errors import CheckpointError, RunFailedError, TopologyError, UsageError
 from zmqtrain.launcher.program.run import INSIDE
+from zmqtrain.launcher.zygote import RUNNING
 from zmqtrain.topology.target import job_of
 
 TASK = """
@@ -45,6 +47,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_task.py").write_text(TASK)
     (tmp_path / "job.toml").write_text('[job]\ntask = "own_task.py"\nsteps = 5\n')
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def warmed() -> Iterator[str]:
+    """Where launchers find a zygote; `test_a_run_is_followed_to_its_model` starts all from nothing."""
+    with warm() as started:
+        yield started.variables[RUNNING]
 
 
 @pytest.fixture
@@ -160,7 +169,8 @@ async def test_a_run_is_followed_to_its_model(folder: Path) -> None:
         torch.testing.assert_close(model.state_dict()[name], value)
 
 
-def test_a_failure_is_raised_with_its_verdict(folder: Path) -> None:
+def test_a_failure_is_raised_with_its_verdict(folder: Path, warmed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUNNING, warmed)
     with (
         pytest.raises(RunFailedError, match="this task is wrong") as caught,
         zmqtrain.launch("own_task.py:task", args={"wrong": True}, threads=1, device="cpu") as run,
@@ -171,7 +181,8 @@ def test_a_failure_is_raised_with_its_verdict(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
-def test_a_run_is_stopped(folder: Path, checkpoint: bool) -> None:
+def test_a_run_is_stopped(folder: Path, checkpoint: bool, warmed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUNNING, warmed)
     with zmqtrain.launch("own_task.py:task", steps=10**6, batch_size=16, threads=1, device="cpu") as run:
         next(line for line in run if line["kind"] == "step")
         with pytest.raises(TimeoutError, match="goes on"):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,18 @@ _SEEDING = threading.Lock()
 CLASSES = 5
 
 
-models = pytest.importorskip("torchvision").models
+if find_spec("torchvision") is None:
+    pytest.skip("torchvision is not installed", allow_module_level=True)
+
+
+class _Models:
+    """`torchvision.models`, imported by the first test that makes one: that takes more than a second, and every process of a run collects all tests."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("torchvision.models"), name)
+
+
+models = _Models()
 
 
 def narrow(model: nn.Module, factor: int) -> nn.Module:
