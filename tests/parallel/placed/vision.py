@@ -22,7 +22,7 @@ if find_spec("torchvision") is None:
 
 
 class _Models:
-    """`torchvision.models`, imported by the first test that makes one: that takes more than a second, and every process of a run collects all tests."""
+    """`torchvision.models`, imported by the first test that makes one: every process of a run collects all tests."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(import_module("torchvision.models"), name)
