@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.collectives.world import endpoints
+from tests.pairwise import pairwise
 from zmqtrain.data.background import AtOnce
 from zmqtrain.data.blocks import PhantomContents, TensorContents
 from zmqtrain.data.partition import Indices
@@ -127,9 +128,7 @@ async def test_resumed_in_the_middle_of_a_lap_it_goes_on() -> None:
         await close(loaders)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
-@pytest.mark.parametrize("died", [2, 5, 9])
-@pytest.mark.parametrize("whole", [False, True])
+@pairwise({"victim": [0, 1, 2, 3], "died": [2, 5, 9], "whole": [False, True]})
 async def test_the_samples_of_a_lost_peer_are_taken_over_from_its_neighbours(victim: int, died: int, whole: bool) -> None:
     ring = Ring.of(41, 4, 3, seed=3)
     async with endpoints(4) as nodes:

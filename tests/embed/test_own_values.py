@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.embed.world import run_sessions, topology_of
+from tests.pairwise import pairwise
 from zmqtrain.embed.gradients import GoneGradient
 from zmqtrain.embed.session import Session
 from zmqtrain.errors import TaskError
@@ -99,9 +100,7 @@ def test_other_optimizers_may_train_the_same_everywhere_or_something_of_one_batc
     run_sessions(PAIR, program)
 
 
-@pytest.mark.parametrize("overlap", [None, False, True])
-@pytest.mark.parametrize("replaced", [1, 3])
-@pytest.mark.parametrize("kind", ["allreduce", "gossip"])
+@pairwise({"overlap": [None, False, True], "replaced": [1, 3], "kind": ["allreduce", "gossip"]})
 def test_an_optimizer_that_was_not_replicated_makes_no_steps(overlap: bool | None, replaced: int, kind: str) -> None:
     """It would not be noticed that groups stop to average, in gossip."""
 

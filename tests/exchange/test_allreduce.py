@@ -9,6 +9,7 @@ import pytest
 
 from tests.collectives.world import endpoints, group_of
 from tests.exchange.world import Array, Data, NumpyReplica, train_alone, train_worker
+from tests.pairwise import pairwise
 from zmqtrain.errors import PeerLostError
 from zmqtrain.exchange.allreduce import AllReduceExchange
 from zmqtrain.exchange.sums import NetworkSums
@@ -48,9 +49,13 @@ async def train(
         )
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
-@pytest.mark.parametrize(("groups", "group_size"), [(1, 1), (1, 2), (2, 1), (3, 2), (2, 4), (1, 7)])
+@pairwise(
+    {
+        "groups, group_size": [(1, 1), (1, 2), (2, 1), (3, 2), (2, 4), (1, 7)],
+        "clip_norm": [0.0, 1.0],
+        "overlap": [True, False],
+    }
+)
 def test_equals_one_process_on_the_whole_batch(groups: int, group_size: int, overlap: bool, clip_norm: float) -> None:
     data = Data(sum(SIZES), 12 * groups * group_size, 5)
     alone = train_alone(SIZES, 0, data, range(5), clip_norm=clip_norm)
@@ -61,9 +66,7 @@ def test_equals_one_process_on_the_whole_batch(groups: int, group_size: int, ove
             np.testing.assert_allclose(mine, whole, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("by_bucket", [True, False])
-@pytest.mark.parametrize(("groups", "group_size"), [(1, 1), (2, 1), (3, 2)])
+@pairwise({"groups, group_size": [(1, 1), (2, 1), (3, 2)], "every": [1, 2, 3], "by_bucket": [True, False]})
 def test_updates_by_bucket_and_of_several_steps_equal_one_process(
     groups: int, group_size: int, by_bucket: bool, every: int
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.pairwise import pairwise
 from zmqtrain import Task
 from zmqtrain.simulate.faults import kill, pause
 from zmqtrain.simulate.run import Options, Result, simulate
@@ -108,13 +109,13 @@ def run(topology: Topology, *faults: Any) -> tuple[Result, Recipe, list[dict[str
     return simulate(topology, options=options), recipe, events
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(
-    "exchange",
-    [{}, {"shards": 3}, {"kind": "allreduce", "staleness": "async", "shards": 1}],
-    ids=["server", "servers", "allreduce"],
+@pairwise(
+    {
+        "groups, size": [(1, 1), (2, 2), (4, 1), (1, 4)],
+        "exchange": {"server": {}, "servers": {"shards": 3}, "allreduce": {"kind": "allreduce", "staleness": "async", "shards": 1}},
+        "overlap": [True, False],
+    }
 )
-@pytest.mark.parametrize(("groups", "size"), [(1, 1), (2, 2), (4, 1), (1, 4)])
 def test_equals_one_process(tmp_path: Path, groups: int, size: int, exchange: dict[str, Any], overlap: bool) -> None:
     """To summation order, in double precision."""
     result, recipe, _ = run(topology_of(tmp_path, groups, size, exchange=exchange, compute={"overlap": overlap}))

@@ -10,6 +10,7 @@ import pytest
 
 from tests.collectives.world import endpoints, group_of
 from tests.exchange.world import Array, Data, NumpyReplica, train_alone, train_worker
+from tests.pairwise import pairwise
 from zmqtrain.exchange.gossip.exchange import GossipExchange, GossipSettings
 from zmqtrain.exchange.gossip.schedule import Schedule, Shape
 from zmqtrain.exchange.members import FixedMembers
@@ -79,9 +80,13 @@ def mix(values: list[list[Array]], schedule: Schedule, step: int) -> None:
             )
 
 
-@pytest.mark.parametrize("exchange", ["weights", "gradients"])
-@pytest.mark.parametrize("by_bucket", [True, False])
-@pytest.mark.parametrize(("groups", "group_size"), [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (2, 2), (3, 3), (1, 2)])
+@pairwise(
+    {
+        "groups, group_size": [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (2, 2), (3, 3), (1, 2)],
+        "by_bucket": [True, False],
+        "exchange": ["weights", "gradients"],
+    }
+)
 def test_equals_models_updated_and_mixed_in_one_process(groups: int, group_size: int, by_bucket: bool, exchange: Exchanged) -> None:
     data = Data(sum(SIZES), 12 * groups * group_size, 9)
     settings = GossipSettings(seed=4, exchange=exchange, by_bucket=by_bucket)
