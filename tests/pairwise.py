@@ -1,6 +1,7 @@
 """Matrices of tests of which not all combinations run: any two values of different parameters meet in one test at least.
 
 What breaks a combination of three values breaks, nearly always, a pair of them, too; and a matrix of 90 has all pairs in 15.
+Where the code asks for three things at once, a test beside the matrix has them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pairwise import pairwise
 from tests.simulate.test_training import BATCH, LAYERS, STEPS, Recipe
 from zmqtrain.simulate.faults import slow
 from zmqtrain.simulate.run import Options, Result, simulate
@@ -106,7 +105,9 @@ def test_parts_follow_a_host_that_becomes_slow(tmp_path: Path) -> None:
     assert changes[-1]["parts"] == [8, 24]
 
 
-@pairwise({"parts": ["measured", [3, 1], "weights of all"], "kind": ["allreduce", "sync"], "groups, size": [(1, 2), (2, 2)]})
+@pytest.mark.parametrize("parts", ["measured", [3, 1], "weights of all"], ids=str)
+@pytest.mark.parametrize("kind", ["allreduce", "sync"])
+@pytest.mark.parametrize(("groups", "size"), [(1, 2), (2, 2)])
 def test_uneven_parts_equal_one_process(tmp_path: Path, groups: int, size: int, kind: str, parts: Any) -> None:
     """To summation order, in double precision: while parts change, too."""
     weights = [5, 1, 1, 2][: groups * size] if parts == "weights of all" else parts

@@ -80,14 +80,8 @@ def mix(values: list[list[Array]], schedule: Schedule, step: int) -> None:
             )
 
 
-@pairwise(
-    {
-        "groups, group_size": [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (2, 2), (3, 3), (1, 2)],
-        "by_bucket": [True, False],
-        "exchange": ["weights", "gradients"],
-    }
-)
-def test_equals_models_updated_and_mixed_in_one_process(groups: int, group_size: int, by_bucket: bool, exchange: Exchanged) -> None:
+def check(groups: int, group_size: int, by_bucket: bool, exchange: Exchanged) -> None:
+    """Every worker has, after each step, the parameters of one process that does the same."""
     data = Data(sum(SIZES), 12 * groups * group_size, 9)
     settings = GossipSettings(seed=4, exchange=exchange, by_bucket=by_bucket)
     expected = reference(groups, data, settings)
@@ -96,6 +90,24 @@ def test_equals_models_updated_and_mixed_in_one_process(groups: int, group_size:
         np.testing.assert_allclose(history, expected[rank // group_size], rtol=1e-12, atol=1e-12)
         for mine, first in zip(history, workers[rank - rank % group_size], strict=True):
             assert mine.tobytes() == first.tobytes(), "replicas of a group drift apart"
+
+
+@pairwise(
+    {
+        "groups, group_size": [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (3, 3), (1, 2)],
+        "by_bucket": [True, False],
+        "exchange": ["weights", "gradients"],
+    }
+)
+def test_equals_models_updated_and_mixed_in_one_process(groups: int, group_size: int, by_bucket: bool, exchange: Exchanged) -> None:
+    check(groups, group_size, by_bucket, exchange)
+
+
+@pytest.mark.parametrize("exchange", ["weights", "gradients"])
+@pytest.mark.parametrize("by_bucket", [True, False])
+def test_groups_of_two_equal_models_in_one_process_in_each_way(by_bucket: bool, exchange: Exchanged) -> None:
+    """When a group adds up its gradients depends on all three: on its size, on what is exchanged, and when."""
+    check(2, 2, by_bucket, exchange)
 
 
 @pytest.mark.parametrize(
