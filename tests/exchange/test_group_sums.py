@@ -78,10 +78,10 @@ class World:
             if node is not self.nodes[rank]:
                 node.forget(f"worker/{rank}", "killed")
 
-    def decide(self, newest: int, holder: int, *, lack: bool, of: tuple[int, ...]) -> None:
+    def decide(self, newest: int, holder: int, *, lack: bool, of: tuple[int, ...], version: int = 7) -> None:
         living = dict.fromkeys(self.members.there, 0)
         for rank in of:
-            self.sums[rank].decide(Decision(7, living, newest, f"worker/{holder}", lack=lack))
+            self.sums[rank].decide(Decision(version, living, newest, f"worker/{holder}", lack=lack))
 
     def mix(self, rank: int, step: int, came: asyncio.Event | None = None) -> asyncio.Task[bool]:
         """With 1000 from worker/7, and a part of each of the group: once it has ``came`` to all of them, if that is given."""
@@ -172,6 +172,23 @@ async def test_one_that_has_completed_the_step_gives_its_sums_to_one_that_has_no
         await asyncio.gather(*(task for rank in range(2) for task in made.hand_over(rank, 1)))
         assert np.allclose(made.gradients(0), 11.0)
         assert made.gradients(0) == made.gradients(1)
+
+
+async def test_sums_are_not_waited_for_that_another_one_does_not_give_since_all_decide_again() -> None:
+    """The holder may have said what it has for the next decision before it has carried out this one."""
+    async with world() as made:
+        made.sums[1].hold()
+        tasks = {rank: made.hand_over(rank, 0) for rank in range(3)}
+        await asyncio.gather(*tasks[0])
+        made.lose(2)
+        assert [made.sums[rank].hold() for rank in range(2)] == [0, -1]
+        made.decide(0, 0, lack=True, of=(1,))
+        await asyncio.sleep(1)
+        assert [made.sums[rank].hold() for rank in range(2)] == [0, -1]  # another one has come, and all decide again
+        made.decide(0, 0, lack=True, of=(0, 1), version=8)
+        async with asyncio.timeout(1):
+            await asyncio.gather(*tasks[1])
+        assert made.gradients(1) == [111.0] * 8
 
 
 async def summed(made: World) -> None:

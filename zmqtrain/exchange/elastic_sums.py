@@ -102,6 +102,7 @@ class ElasticSums:
         self._groups = Groups(endpoint, timeouts.barrier_s)
         self._decisions: asyncio.Queue[tuple[Decision, int]] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
+        self._sharing: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         members.commit_with(self)
 
@@ -142,6 +143,8 @@ class ElasticSums:
     def hold(self) -> int:
         """Complete no step until `decide`. Returns the newest that is complete here."""
         self._holds += 1
+        if self._sharing is not None:
+            self._sharing.cancel()
         return max(self._newest, self._members.begins // self._every * self._every - 1)  # also in what it has begun with
 
     def decide(self, decision: Decision) -> None:
@@ -289,7 +292,11 @@ class ElasticSums:
 
     async def _share(self, decision: Decision, hold: int) -> bool:
         """One that has completed the newest step gives its sums to those that have not. Returns whether this worker has them, or
-        has no part in that step."""
+        has no part in that step.
+
+        It is given up as soon as the members are about to decide again, since another one may have come so far before it has
+        carried out this decision (if the one before took it long), and then has no part in this. The last decision is carried out
+        by all."""
         step = decision.newest
         members, _ = self._group_at(step)
         if not self._members.took_part(self.step_of(step)):
@@ -301,17 +308,28 @@ class ElasticSums:
         group = self._groups.of(members, f"sums/shared/{decision.version}")
         if not has:
             await self._take_back(owner)
+        give = self._give(owner, group, members.index(decision.holder))
+        self._sharing = asyncio.get_running_loop().create_task(give, name=f"share the sums of step {step}")
         try:
-            for index in sorted(owner.sums):
-                tag = ("sums", step, index)
-                await broadcast(group, owner.sums[index], tag, root=members.index(decision.holder))
+            await self._sharing
         except PeerLostError:
             return False
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if hold == self._holds or (task is not None and task.cancelling()):  # this worker stops
+                raise
+            return False
+        finally:
+            self._sharing = None
         if not has:
             if hold != self._holds:  # this worker has said meanwhile that it lacks them
                 return False
             await self._complete(owner)
         return True
+
+    async def _give(self, owner: _Step, group: Group, root: int) -> None:
+        for index in sorted(owner.sums):
+            await broadcast(group, owner.sums[index], ("sums", owner.step, index), root=root)
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
