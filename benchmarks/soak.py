@@ -46,11 +46,15 @@ SHAPES: dict[str, str] = {
     "replicas-async": 'kind = "model_server"\nstaleness = "async"\nshards = 3\nreplicas = 1',
     "gossip": 'kind = "gossip"',
     "averaging": 'kind = "averaging"\nevery = 8',
+    "gossip-pairs": 'kind = "gossip"',
+    "averaging-pairs": 'kind = "averaging"\nevery = 8',
 }
+#: Those whose groups have two workers.
+PAIRS = ("gossip-pairs", "averaging-pairs")
 #: Those in which others train what a lost worker leaves; elsewhere the account says how many samples were not trained, and why.
 WHOLE = ("servers-sync", "servers-async")
-HOSTS, GROUPS = 3, 4
-#: Of the data, and of a worker's step.
+HOSTS, WORKERS = 3, 4
+#: Of the data, and of a group's step.
 SAMPLES, BATCH = 4096, 16
 #: By default: of all runs together, and between two faults.
 MINUTES, EVERY_S = 30.0, 10.0
@@ -105,6 +109,7 @@ name = "h[0-{last}]"
 slots = 2
 [compute]
 groups = {groups}
+group_size = {size}
 batch_size = {batch}
 device = "cpu"
 [exchange]
@@ -187,13 +192,15 @@ def bench_soak(*, minutes: float = MINUTES, every: float = EVERY_S, parts: Seque
 
 
 def _soak(name: str, seconds: float, every: float, chance: random.Random) -> Iterator[Case]:
-    epochs = max(1, round(seconds / PLANNED_S * GROUPS * BATCH / SAMPLES))
+    size = 2 if name in PAIRS else 1
+    groups = WORKERS // size
+    epochs = max(1, round(seconds / PLANNED_S * groups * BATCH / SAMPLES))
     with tempfile.TemporaryDirectory(prefix="soak-") as place:
         folder = Path(place)
         temporary = folder / "tmp"
         temporary.mkdir()
         (folder / "task.py").write_text(_TASK.format(step_s=STEP_S, samples=SAMPLES))
-        text = _TOPOLOGY.format(epochs=epochs, last=HOSTS - 1, groups=GROUPS, batch=BATCH, exchange=SHAPES[name])
+        text = _TOPOLOGY.format(epochs=epochs, last=HOSTS - 1, groups=groups, size=size, batch=BATCH, exchange=SHAPES[name])
         (folder / "soak.toml").write_text(text)
         command = [sys.executable, "-m", "zmqtrain", "launch", "--emulate", "--run-dir", str(folder / "run"), "soak.toml"]
         with open(folder / "output", "w") as output:
@@ -260,7 +267,7 @@ def _disturb(
     """A fault every few seconds, once all have joined, until the run ends. Returns how many of each, and the processes."""
     faults: dict[str, int] = {}
     watches: dict[int, Watch] = {}
-    spared = {f"worker/{chance.randrange(GROUPS)}", f"server/{chance.randrange(HOSTS)}"}
+    spared = {f"worker/{chance.randrange(WORKERS)}", f"server/{chance.randrange(HOSTS)}"}
     due = float("inf")
     while process.poll() is None:
         now = time.monotonic()
@@ -272,7 +279,7 @@ def _disturb(
                 watches.setdefault(each.pid, Watch(who)).held.append(_held(each, now))
         if due == float("inf") and _all_have_joined(events):
             due = now + every
-        if now >= due and len([role for role in roles if role.startswith("worker/")]) == GROUPS:
+        if now >= due and len([role for role in roles if role.startswith("worker/")]) == WORKERS:
             due = now + every
             kind = chance.choice(list(FAULTS))
             if (kind != "server killed" or name.startswith("replicas")) and FAULTS[kind](process.pid, roles, spared, chance):
