@@ -126,11 +126,15 @@ class Bridge:
                 self.error = error
             self.changed.notify_all()
 
+    async def abandon(self) -> None:
+        """Cancel all running work, and wait until it has ended."""
+        await abandoned(self._tasks)
+
     async def close(self) -> None:
         """Cancel all running work. Every wait, now and later, raises `ConnectivityError`, or the error given to `abort`."""
         self._closed = True
         self.abort(ConnectivityError("this worker has ended"))
-        await abandoned(self._tasks)
+        await self.abandon()
 
     def _start(self, work: Awaitable[T], begun: Begun[T]) -> None:
         if self._closed:

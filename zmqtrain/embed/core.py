@@ -550,6 +550,8 @@ class Core:
                 if self.replicated is not None:
                     self.replicated.replica.abort(error)
             await thread.close(self.context.timeouts.grace_s)
+        if not self.finished:
+            await self.bridge.abandon()  # it may be making the model that of the run, and puts that back
         self.closed = True
         self._allow_steps()
         self._allow_steps = lambda: None

@@ -149,22 +149,28 @@ class Participant:
         await self._quiet()
 
     async def become_run_model(self, tag: str) -> None:
-        """This worker's replica becomes the run's model for good, once all have `ended`; all workers call it."""
+        """This worker's replica becomes the run's model for good, once all have `ended`; all workers call it. After an error or a
+        cancellation of means it is what it was."""
         replica, exchange = self._replica, self.exchange
-        survives = self.members.survives and exchange.averaged
-        mine = [copy_of(bucket.parameters) for bucket in replica.buckets] if survives else None
+        mine = [copy_of(bucket.parameters) for bucket in replica.buckets] if exchange.averaged else []
+
+        def put_back() -> None:
+            for bucket, kept in zip(replica.buckets, mine, strict=bool(mine)):
+                bucket.parameters.copy_(kept)
 
         async def become(group: Group) -> None:
             if exchange.averaged:
-                if mine is not None:  # an earlier attempt may have failed because another worker was lost
-                    for bucket, kept in zip(replica.buckets, mine, strict=True):
-                        bucket.parameters.copy_(kept)
+                put_back()  # an earlier attempt may have failed because another worker was lost
                 await take_run_model(replica, exchange, group, self.own, tag)
             elif exchange.model is RunModel.SERVERS:
                 await exchange.read(tag, last=True)
                 await spread(group, replica)
 
-        await self.members.together(tag, self._step(), become)
+        try:
+            await self.members.together(tag, self._step(), become)
+        except BaseException:  # a session's model stays the user's: its own, and not half of it the mean
+            put_back()
+            raise
         await self._quiet()
 
     def about_model(self, samples: int, metrics: Mapping[str, float | int | str | bool]) -> dict[str, Value]:
