@@ -396,7 +396,10 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "too late": ("A worker came when the others had trained all there was, and leaves", "`reason`"),
     "left whole": ("A layer of a divided model is not divided", "`layer`, `reason`"),
     "made whole": ("A worker has made the whole model at first", "`reason`"),
-    "verified": ("A divided model was compared with the ordinary one", "`samples`, `precision`, `seconds`"),
+    "verified": (
+        "A divided model was compared with the ordinary one",
+        "`samples`, `precision`, `images` (the size of what was compared of each; empty: all of it), `seconds`",
+    ),
     "not verified": ("It was not", "`reason`"),
     "traffic": (
         "A process has closed its endpoint",

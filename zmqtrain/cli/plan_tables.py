@@ -145,8 +145,9 @@ class Tables:
     def verified(self, row: dict[str, Any]) -> None:
         """Print that the divided model is the ordinary one."""
         what = "outputs, loss, gradients, buffers and the optimizer's step"
-        self._print(f"\n[bold]Verified[/] on {row['samples']} samples in {row['precision']}, divided over {row['grid']}: {what} "
-                    "are the ordinary model's")  # fmt: skip
+        images = f" ({row['images']} of each image)" if row["images"] else ""
+        self._print(f"\n[bold]Verified[/] on {row['samples']} samples{images} in {row['precision']}, divided over {row['grid']}: "
+                    f"{what} are the ordinary model's")  # fmt: skip
 
     def sweep(self, rows: Sequence[dict[str, Any]]) -> None:
         """Steps over processes and batches."""

@@ -48,4 +48,4 @@ def verify_plan(topology: Topology, data: str | None) -> dict[str, Any]:
         return verify_task(task, topology, fabric, grid, ordinary, own, torch.device("cpu"))
 
     found = run_ranks(grid.size, on_rank)[0][0]
-    return {"row": "verified", "grid": str(grid), "samples": found.samples, "precision": found.precision}
+    return {"row": "verified", "grid": str(grid), "samples": found.samples, "precision": found.precision, "images": found.images}

@@ -330,7 +330,9 @@ class TorchWork:
             context.recorder.event("warning", text=text)
         else:
             seconds = self._device.clock() - started
-            context.recorder.event("verified", samples=found.samples, precision=found.precision, seconds=seconds)
+            context.recorder.event(
+                "verified", samples=found.samples, precision=found.precision, images=found.images, seconds=seconds
+            )
         finally:
             self._verifying = None
             await fabric.close()

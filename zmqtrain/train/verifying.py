@@ -96,6 +96,7 @@ def verify_model(
                 seed=topology.job.seed,
                 local_statistics=topology.parallel.statistics == "local",
                 dtype=torch.float64,
+                smaller=True,
                 references=references,
             )
             return verified(case, fabric)

@@ -338,7 +338,7 @@ class DividedScript:
         except NotComparable as reason:
             self._not_compared(str(reason))
         else:
-            self._recorder.event("verified", samples=found.samples, precision=found.precision)
+            self._recorder.event("verified", samples=found.samples, precision=found.precision, images=found.images)
         finally:
             self._inside = False
             self.parallel.batch.size = before

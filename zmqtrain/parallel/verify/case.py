@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -39,6 +39,10 @@ class NotInDouble(Exception):
     """The ordinary model does not run in double precision."""
 
 
+class NotSmaller(Exception):
+    """The ordinary model does not run on parts of images."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A comparison of a divided model with the ordinary one: both models, a batch, and how to train on it."""
@@ -56,6 +60,8 @@ class Case:
     local_statistics: bool
     """Batch norm sees a process's own samples, so that only evaluation can be compared."""
     dtype: torch.dtype
+    smaller: bool = False
+    """Whether a part of each image will do, where the divided model does the same to it (`zmqtrain.parallel.verify.smaller`)."""
     references: tuple[int, ...] = ()
     """For each rank, the one that runs the ordinary model for it and tells it the numbers: one of each host. Empty: rank 0 does
     for all."""
@@ -89,6 +95,8 @@ class Found:
     differences: list[Difference] = field(default_factory=list)
     loss: float = 0.0
     """This process's summand of the whole batch's loss, in training."""
+    sizes: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """Of images, and of the parts of them that were computed."""
 
 
 @contextmanager

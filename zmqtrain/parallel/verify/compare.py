@@ -32,12 +32,15 @@ from zmqtrain.parallel.verify.case import (
 from zmqtrain.parallel.verify.in_double import staying_in
 from zmqtrain.parallel.verify.reference import Needs, Wanted, own_change, tensors_of, updated, wanted
 from zmqtrain.parallel.verify.sketch import sketch
+from zmqtrain.parallel.verify.smaller import cropped, parts_of
 from zmqtrain.parallel.verify.tolerance import TIMES_OWN_CHANGE, distance, is_rounding, largest
 from zmqtrain.parallel.verify.watch import Watch, block_of, watching
 
 
 def compare(case: Case, fabric: Fabric, watch: Watch | None = None) -> Found:
-    """Run both. All processes must call it; each returns what it has found in its own part. Raises `NotInDouble`."""
+    """Run both. All processes must call it; each returns what it has found in its own part.
+
+    Raises `NotInDouble` and `NotSmaller`."""
     return _Comparison(case, fabric, watch).run()
 
 
@@ -53,7 +56,9 @@ class _Comparison:
         divided = case.divide()
         without_own_dropout(divided._inner[0])
         needs = Needs.of_model(divided)
-        expected = wanted(case, self._batch, self._fabric, needs, self._watch)
+        expected = wanted(case, self._batch, self._fabric, needs, parts_of(divided), self._watch)
+        self._batch = cropped(self._batch, expected.sizes)
+        self._found.sizes = expected.sizes
         if case.dtype is torch.float64:
             _to_double(divided)
         before = _sketches(divided)

@@ -28,6 +28,7 @@ from zmqtrain.parallel.verify.case import (
     OPTIMIZER_STEPS,
     Case,
     NotInDouble,
+    NotSmaller,
     Phase,
     What,
     When,
@@ -40,6 +41,7 @@ from zmqtrain.parallel.verify.in_double import staying_in
 from zmqtrain.parallel.verify.line import Line
 from zmqtrain.parallel.verify.ordinary import backward_within, drawing_alike
 from zmqtrain.parallel.verify.sketch import pattern, sketch
+from zmqtrain.parallel.verify.smaller import Sizes, cropped, sizes_of
 from zmqtrain.parallel.verify.tolerance import distance, largest
 from zmqtrain.parallel.verify.watch import Watch, watching
 from zmqtrain.processors import processors
@@ -151,10 +153,14 @@ class Wanted:
     """One for each kind of parameter that is divided."""
     largest: dict[tuple[What, str], float] = field(default_factory=dict)
     """Element of whole gradients, and of buffers at first."""
+    sizes: Sizes = field(default_factory=dict)
+    """The parts of images that were computed."""
 
     def take(self, what: str, about: Any, tensors: Sequence[Tensor]) -> None:
         """What the process that runs the ordinary model tells."""
-        if what == "outputs":
+        if what == "sizes":
+            self.sizes = {(whole[0], whole[1]): (part[0], part[1]) for whole, part in about}
+        elif what == "outputs":
             when, loss, order = about
             self.outputs[when] = list(tensors)
             if when == "first":
@@ -177,10 +183,11 @@ class Wanted:
             self.updates[name] = Update(seed, tensors[0], of, step)
 
 
-def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, watch: Watch | None) -> Wanted:
-    """Run the ordinary model, or be told what another process has found. All processes must call it.
+def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, parts: Sequence[int], watch: Watch | None) -> Wanted:
+    """Run the ordinary model, or be told what another process has found. All processes must call it. ``parts``: of images.
 
-    Raises `NotInDouble` on all processes, and what the ordinary model raises, on those that do not run it as `RuntimeError`."""
+    Raises `NotInDouble` and `NotSmaller` on all processes, and what the ordinary model raises, on those that do not run it as
+    `RuntimeError`."""
     source, line, served = _line(case, fabric)
     if source != fabric.rank:
         line.send(source, needs.to_json())
@@ -196,17 +203,19 @@ def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, watch: Watch 
     reason, error = "", None
     try:
         with _threads_of(1 + len(served)):
-            _Ordinary(case, batch, serving, watch).run()
+            _Ordinary(case, batch, serving, watch, parts).run()
     except Exception as raised:  # noqa: BLE001 - all must hear of it
         error = raised
         in_vain = case.dtype is torch.float64 and isinstance(error, RuntimeError | TypeError | ValueError)
         reason = _NOT_IN_DOUBLE if in_vain else f"{type(error).__name__}: {error}"
         if isinstance(error, UsageError):
             reason = f"{_REFUSED}{error}"
+        elif serving.own.sizes:
+            reason = _NOT_SMALLER
     for rank in served:
         line.send(rank, ["end", reason])
-    if reason == _NOT_IN_DOUBLE:
-        raise NotInDouble from error
+    if reason in _AGAIN:
+        raise _AGAIN[reason] from error
     if error is not None:
         raise error
     return serving.own
@@ -237,7 +246,8 @@ def own_change(case: Case, batch: Batch, fabric: Fabric) -> OwnChange:
     return own
 
 
-_NOT_IN_DOUBLE = "not in double precision"
+_NOT_IN_DOUBLE, _NOT_SMALLER = "not in double precision", "not on parts of images"
+_AGAIN = {_NOT_IN_DOUBLE: NotInDouble, _NOT_SMALLER: NotSmaller}
 _REFUSED = "refused: "
 
 
@@ -250,8 +260,8 @@ def _line(case: Case, fabric: Fabric) -> tuple[int, Line, list[int]]:
 
 
 def _raise(reason: str, source: int) -> None:
-    if reason == _NOT_IN_DOUBLE:
-        raise NotInDouble
+    if reason in _AGAIN:
+        raise _AGAIN[reason]
     if reason.startswith(_REFUSED):
         raise UsageError(reason.removeprefix(_REFUSED))
     if reason:
@@ -307,13 +317,16 @@ class _Serving:
 
 
 class _Ordinary:
-    def __init__(self, case: Case, batch: Batch, serving: _Serving, watch: Watch | None) -> None:
-        self._case, self._batch, self._serving, self._watch = case, batch, serving, watch
+    def __init__(self, case: Case, batch: Batch, serving: _Serving, watch: Watch | None, parts: Sequence[int]) -> None:
+        self._case, self._batch, self._serving, self._watch, self._parts = case, batch, serving, watch, parts
         self._reached: set[str] = set()
 
     def run(self) -> None:
         case, serving, phase = self._case, self._serving, self._case.phase
         model = made(case)
+        sizes = sizes_of(case, model, self._batch, self._parts)
+        self._batch = cropped(self._batch, sizes)
+        serving.tell("sizes", list(sizes.items()), lambda _: [])
         names = self._names(model)
         for parameter, name in names.items():
             if parameter.requires_grad:

@@ -19,7 +19,7 @@ from zmqtrain.parallel.communicator import Fabric, Label
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.model import ParallelModel, Statistics, map_tensors, parallelize
 from zmqtrain.parallel.plan import Plan
-from zmqtrain.parallel.verify.case import Case, Difference, Found, NotInDouble, alone
+from zmqtrain.parallel.verify.case import Case, Difference, Found, NotInDouble, NotSmaller, alone
 from zmqtrain.parallel.verify.compare import compare
 from zmqtrain.parallel.verify.watch import Watch
 
@@ -40,6 +40,8 @@ class Verified:
     samples: int
     precision: str
     """``float64``, or ``float32`` for a model that fails in double precision."""
+    images: str = ""
+    """The height and width of what was taken of each image, like ``96x96``; empty: all of it."""
 
 
 def verify(
@@ -110,18 +112,23 @@ def verify(
 
 def verified(case: Case, fabric: Fabric) -> Verified:
     """The same for any `Case`. Raises `DifferentModelError` on all processes alike."""
-    try:
-        found = compare(case, fabric)
-    except NotInDouble:
-        case = replace(case, dtype=torch.float32)
-        found = compare(case, fabric)
+    while True:
+        try:
+            found = compare(case, fabric)
+        except NotSmaller:
+            case = replace(case, smaller=False)
+        except NotInDouble:
+            case = replace(case, dtype=torch.float32)
+        else:
+            break
     worst = _agreed(fabric, found.differences)
     if worst is not None:
         watch = Watch()
         every = tuple(range(fabric.size))  # each sees the ordinary model's activations beside its own
         again = compare(replace(case, references=every), fabric, watch)
         raise _error(case, fabric, worst, again if again.differences else found, watch)
-    return Verified(case.batch.samples, str(case.dtype).removeprefix("torch."))
+    images = ", ".join(f"{height}x{width}" for height, width in found.sizes.values())
+    return Verified(case.batch.samples, str(case.dtype).removeprefix("torch."), images)
 
 
 class PlainShare:
