@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from zmqtrain.cli import plan_verify
 from zmqtrain.cli.plan import run_plan
 from zmqtrain.errors import DifferentModelError, TaskError, TopologyError, UsageError
+from zmqtrain.testing.threads import run_ranks
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "launch" / "alexnet-study.toml"
@@ -182,6 +184,18 @@ def test_verify_compares_the_planned_model_with_the_ordinary_one(file: Path, cap
     assert row["precision"] == "float64"
     assert run_plan(file, verify=True) == 0
     assert "are the ordinary model's" in capsys.readouterr().out
+
+
+def test_verify_waits_while_one_thread_runs_the_ordinary_model(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[Any] = []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        limits.append(named["timeout_s"])
+        return run_ranks(*given, **named)
+
+    monkeypatch.setattr(plan_verify, "run_ranks", noted)
+    assert run_plan(file, json_lines=True, verify=True) == 0
+    assert limits == [None]
 
 
 def test_verify_refuses_an_optimizer_that_looks_at_whole_parameters(file: Path, tmp_path: Path) -> None:

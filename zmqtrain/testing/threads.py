@@ -39,8 +39,8 @@ class Traffic:
 class ThreadWorld:
     """The ranks of one process. ``traffic[rank]`` counts what each has sent: the same as with the collectives of real endpoints."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, timeout_s: float | None = TIMEOUT_S) -> None:
+        self.size, self._timeout_s = size, timeout_s
         self.traffic = [Traffic() for _ in range(size)]
         self.failed: BaseException | None = None
         self.failed_rank = 0
@@ -56,8 +56,9 @@ class ThreadWorld:
     def take(self, key: tuple[Any, ...], source: int, label: Label) -> Tensor:
         """The next message with this key."""
         with handing_over(), self._arrived:
-            if not self._arrived.wait_for(lambda: self._boxes.get(key) or self.failed is not None, TIMEOUT_S):
-                raise PeerTimeoutError(f"rank {source}", str(label), TIMEOUT_S)
+            if not self._arrived.wait_for(lambda: self._boxes.get(key) or self.failed is not None, self._timeout_s):
+                assert self._timeout_s is not None
+                raise PeerTimeoutError(f"rank {source}", str(label), self._timeout_s)
             if not self._boxes.get(key):
                 raise PeerLostError(f"rank {self.failed_rank}", f"it failed: {self.failed}", waiting_for=str(label))
             return self._boxes[key].popleft()
@@ -197,13 +198,15 @@ def _sum(tensors: list[Tensor]) -> Tensor:
     return total
 
 
-def run_ranks(size: int, function: Callable[[ThreadFabric], T]) -> tuple[list[T], ThreadWorld]:
+def run_ranks(
+    size: int, function: Callable[[ThreadFabric], T], *, timeout_s: float | None = TIMEOUT_S
+) -> tuple[list[T], ThreadWorld]:
     """Call ``function(fabric)`` on ``size`` ranks, each in a thread of its own. Returns the results in order of ranks, and the
-    world.
+    world. ``timeout_s``: how long a rank waits for a message; ``None``: until it comes, or a rank fails.
 
     Raises the error of the rank that failed first.
     """
-    world = ThreadWorld(size)
+    world = ThreadWorld(size, timeout_s)
     results: dict[int, T] = {}
 
     def run(rank: int) -> None:

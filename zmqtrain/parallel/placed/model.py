@@ -122,6 +122,7 @@ def _make(model: nn.Module, assignment: Assignment, rank: int, tape: Tape) -> li
 def _cut(model: nn.Module, assignment: Assignment, rank: int, parts: Iterable[Tensor] = ()) -> None:
     """Leave this process's parts in the modules. ``parts``: tensors that are parts already."""
     done: dict[int, Tensor] = {id(part): part for part in parts}
+    made = set(done)
     links = links_of(model)
     for name, module in model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):
@@ -129,11 +130,12 @@ def _cut(model: nn.Module, assignment: Assignment, rank: int, parts: Iterable[Te
                 if tensor is None:
                     continue
                 shard = assignment.held[f"{name}.{each}" if name else each].shard
-                if shard.dimension is None or id(tensor) in {id(part) for part in done.values()}:
+                if shard.dimension is None or id(tensor) in made:
                     continue
                 if id(tensor) not in done:
                     part = shard.cut(tensor, shard.members.index(rank))
                     done[id(tensor)] = nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
+                    made.add(id(done[id(tensor)]))
                 tensors[each] = done[id(tensor)]
         if isinstance(module, nn.RNNBase):
             relink(module)
