@@ -41,6 +41,9 @@ def test_the_sum_is_in_order_whoever_receives_it(count: int, dtype: torch.dtype)
     assert all(torch.equal(left, right) for left, right in zip(first[1:], given[1:], strict=True))
     sum_into(last[-1:], last)
     assert torch.equal(last[-1], expected)
+    second = [each.clone() for each in given]
+    sum_into(second[1:2], second)
+    assert all(torch.equal(each, expected) for each in second[1:2])
     sum_into(given, given)
     assert all(torch.equal(each, expected) for each in given)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch._C._distributed_c10d import Store
 from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.c10d.notices import SETTING, Notices
 from zmqtrain.c10d.one_host import OneHost
-from zmqtrain.c10d.several_hosts import NetworkThread, SeveralHosts
+from zmqtrain.c10d.several_hosts import CHUNK_BYTES, INFLIGHT_BYTES, NetworkThread, SeveralHosts
 from zmqtrain.c10d.transport import RankTransport
 from zmqtrain.errors import UsageError
 from zmqtrain.membership.environment import BIND, ENCRYPTED_IO_THREADS, PORTS, ports_in
@@ -64,7 +65,8 @@ def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta
         return memory
     network = NetworkThread()
     try:
-        node = network.call(_open(names[rank], settings_here(notices.run_token, timeout_s, store, encrypted=encrypted)))
+        settings = settings_here(notices.run_token, timeout_s, store, encrypted=encrypted)
+        node = network.call(_open(names[rank], replace(settings, chunk_bytes=CHUNK_BYTES, inflight_bytes=INFLIGHT_BYTES)))
         notices.tell("address", node.address)
         for other, name in enumerate(names):
             network.loop.call_soon_threadsafe(node.add_peer, name, notices.hear("address", other))

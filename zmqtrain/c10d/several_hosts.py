@@ -13,6 +13,7 @@ from multiprocessing.util import Finalize
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
@@ -41,6 +42,11 @@ _REFUSAL_BYTES = 1024
 #: What ranks send each other for one operation travels with what they call, up to this many bytes: a message of its own costs more
 #: than the copy.
 TOGETHER_BYTES = 256 * 1024
+#: Larger tensors are sent in pieces of this many bytes, which is more than usual: nothing urgent goes over the connections of a
+#: process group, and each piece takes processor time, whatever its size.
+CHUNK_BYTES = 4 * 1024 * 1024
+#: Enough for a few of these to be on their way.
+INFLIGHT_BYTES = 16 * 1024 * 1024
 #: Before what a rank calls: the bytes that this takes.
 _LENGTH = struct.Struct("<H")
 _REFUSED = b"!"
@@ -51,6 +57,7 @@ COMPARE_S = 2.0
 #: How long a process that ends waits for what it has sent to arrive, while nothing arrives.
 LEAVE_S = 5.0
 _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class NetworkThread:
@@ -65,7 +72,18 @@ class NetworkThread:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work`` on the loop; block until it is done. Returns its result."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        # A lock in place of a future of `concurrent.futures`, which takes as long as a third of a small sum.
+        tasks: list[asyncio.Task[T]] = []
+        ended = threading.Lock()
+        ended.acquire()
+
+        def begin() -> None:
+            tasks.append(self.loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: ended.release())
+
+        self.loop.call_soon_threadsafe(begin)
+        ended.acquire()
+        return tasks[0].result()
 
     def stop(self) -> None:
         """End the thread. Nothing may be called any more."""
@@ -124,8 +142,11 @@ class SeveralHosts:
         if place < self._slices:
             members = tuple(self._peers[ranks[place]] for ranks in self._hosts)
             name = f"slice/{place}"
-            self._column = Group(self._node, members, members.index(self._node.peer), name, timeout_s=self._timeout_s)
-        return Group(self._node, self._peers, self._rank, "all ranks", timeout_s=self._timeout_s)
+            self._column = self._group(members, members.index(self._node.peer), name)
+        return self._group(self._peers, self._rank, "all ranks")
+
+    def _group(self, members: tuple[PeerId, ...], rank: int, name: str) -> Group:
+        return Group(self._node, members, rank, name, timeout_s=self._timeout_s, chunk_bytes=CHUNK_BYTES)
 
     @property
     def goes_on(self) -> tuple[type[Exception], ...]:
@@ -153,9 +174,10 @@ class SeveralHosts:
         def check(packed: list[bytes]) -> None:
             require_equal(packed, [self._peers[rank] for rank in self._own], more=more)
 
-        with self._others_hear():
-            self._here.check(packed, check)
-            self._here.barrier("what the ranks of this host call")
+        if len(self._own) > 1:
+            with self._others_hear():
+                self._here.check(packed, check)
+                self._here.barrier("what the ranks of this host call")
         if before:
             self._call(None, "what the ranks of other hosts call")
 
@@ -307,7 +329,7 @@ class SeveralHosts:
     async def _tell_lost(self, error: PeerLostError) -> None:
         """Without waiting for what they call: they may be at another point."""
         tag = ("call", next(self._calls))
-        message = TensorPayload.of(_with_call(_LOST + f"{error.peer}\n{error.reason}".encode()[:_REFUSAL_BYTES], None))
+        message = _with_call(_LOST + f"{error.peer}\n{error.reason}".encode()[:_REFUSAL_BYTES], None)
         with suppress(TimeoutError):
             async with asyncio.timeout(COMPARE_S):
                 for rank in self._counterparts:
@@ -336,9 +358,9 @@ class SeveralHosts:
     def _combine(self, part: Tensor, place: int, combine: Combine, tag: Tag, what: str) -> None:
         """Combine the slice over all hosts, in their order."""
         counterparts = [ranks[place] for ranks in self._hosts]
-        sources = {rank: torch.empty_like(part) for rank in counterparts}
-        self._exchange(dict.fromkeys(counterparts, part), sources, tag, what)
-        sum_into([part], [sources[rank] for rank in counterparts], combine=combine)
+        sources = {rank: torch.empty_like(part) for rank in counterparts if rank != self._rank}
+        self._exchange(dict.fromkeys(sources, part), sources, tag, what)
+        sum_into([part], [sources.get(rank, part) for rank in counterparts], combine=combine)
 
     def _exchange(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: Tag, what: str) -> None:
         """Send to some ranks, and receive from some. What is small travels with what the ranks call, if nobody said it yet."""
@@ -413,13 +435,13 @@ class SeveralHosts:
         if not self._counterparts:
             return
         tag = ("call", next(self._calls))
-        messages: dict[int, Tensor] = {}  # by the tensor, which may go to several
+        messages: dict[int, TensorPayload] = {}  # by the tensor, which may go to several
         for rank in self._counterparts:
             tensor = out.get(rank)
             if id(tensor) not in messages:
                 messages[id(tensor)] = _with_call(begun, tensor)
             # It is a copy, so nobody waits until it has arrived.
-            await self._node.send(self._peers[rank], tag, TensorPayload.of(messages[id(tensor)]))
+            await self._node.send(self._peers[rank], tag, messages[id(tensor)])
         found: dict[int, bytes] = {}
         contents: dict[int, Tensor] = {}
         for rank in self._counterparts:
@@ -464,21 +486,28 @@ def _payload(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> TensorPayload:
     return TensorPayload.of((from_dlpack(content) if content.numel() else content).view(dtype))
 
 
-def _with_call(call: bytes, tensor: Tensor | None) -> Tensor:
-    """What a rank calls, and a tensor's bytes behind it, as one message."""
-    head = torch.frombuffer(bytearray(_LENGTH.pack(len(call)) + call), dtype=torch.uint8)
-    return head if tensor is None else torch.cat((head, as_bytes(tensor)))
+def _with_call(call: bytes, tensor: Tensor | None) -> TensorPayload:
+    """What a rank calls, and a copy of a tensor's bytes behind it, as one message."""
+    head = _LENGTH.pack(len(call)) + call
+    if tensor is None:
+        return TensorPayload.of(np.frombuffer(head, np.uint8))
+    message = np.empty(len(head) + tensor.numel() * tensor.element_size(), np.uint8)
+    message[: len(head)] = np.frombuffer(head, np.uint8)
+    # By torch: after an array of numpy was made of the tensor's storage, it could not be resized.
+    torch.from_numpy(message)[len(head) :].copy_(as_bytes(tensor))
+    return TensorPayload.of(message)
 
 
 def _call_of(peer: PeerId, received: Payload) -> tuple[bytes, Tensor]:
     """What a rank calls, and the bytes behind it. Raises `ProtocolError`."""
     if not isinstance(received, TensorPayload) or received.dtype != "uint8" or received.nbytes < _LENGTH.size:
         raise ProtocolError(f"{peer} did not say what it calls")
-    message = received.tensor.view(-1)
-    stop = _LENGTH.size + _LENGTH.unpack(bytes(message[: _LENGTH.size].numpy()))[0]
-    if stop > message.numel():
+    [message] = received.frames()
+    stop = _LENGTH.size + _LENGTH.unpack(message[: _LENGTH.size])[0]
+    if stop > len(message):
         raise ProtocolError(f"{peer} said only a part of what it calls")
-    return bytes(message[_LENGTH.size : stop].numpy()), message[stop:]
+    behind = received.tensor.view(-1)[stop:] if stop < len(message) else _NO_BYTES
+    return bytes(message[_LENGTH.size : stop]), behind
 
 
 def _counterparts(hosts: Sequence[Sequence[int]], rank: int) -> list[int]:

@@ -42,6 +42,6 @@ def sum_into(targets: Sequence[Tensor], sources: Sequence[Tensor], *, scale: flo
 def _result(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Tensor | None:
     """A target in which to add: it must not be overwritten before it has been read itself."""
     for target in targets:
-        if all(target.data_ptr() != source.data_ptr() for source in sources[1:]):
+        if all(target.data_ptr() != source.data_ptr() for source in sources[2:]):  # the first two are read before it is written
             return target
     return None
