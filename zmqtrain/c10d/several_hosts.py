@@ -44,9 +44,11 @@ _REFUSAL_BYTES = 1024
 TOGETHER_BYTES = 256 * 1024
 #: Larger tensors are sent in pieces of this many bytes, which is more than usual: nothing urgent goes over the connections of a
 #: process group, and each piece takes processor time, whatever its size.
-CHUNK_BYTES = 4 * 1024 * 1024
-#: Enough for a few of these to be on their way.
-INFLIGHT_BYTES = 16 * 1024 * 1024
+CHUNK_BYTES = 2 * 1024 * 1024
+#: Messages of up to this many bytes are copied, and nobody waits until they have arrived. So their acknowledgements can wait for a
+#: message with which they travel, for so many seconds: a program that calls one small operation after another always has one.
+EAGER_BYTES = 128 * 1024
+ACK_S = 0.004
 #: Before what a rank calls: the bytes that this takes.
 _LENGTH = struct.Struct("<H")
 _REFUSED = b"!"
@@ -388,6 +390,9 @@ class SeveralHosts:
                 tasks.create_task(self._node.receive(self._peers[rank], tag, into=_payload(tensor)))
 
     async def _send(self, to: int, tag: Tag, tensor: Tensor) -> None:
+        if tensor.numel() * tensor.element_size() <= EAGER_BYTES:
+            await self._node.send(self._peers[to], tag, TensorPayload.of(as_bytes(tensor).clone()))
+            return
         sent = await self._node.send(self._peers[to], tag, _payload(tensor))
         await sent.wait_released()
 

@@ -17,6 +17,8 @@ from zmqtrain.wire.payload import Payload
 #: The last bytes that a call sends are copied, since waiting for their acknowledgement at the end (a round trip, and the time for
 #: which an endpoint collects acknowledgements) would take longer. Earlier ones have been acknowledged by then.
 COPY_BYTES = 512 * 1024
+#: But not in a longer piece, whose copy would take as long.
+COPIED_PIECE_BYTES = 1 << 20
 #: A call that sends no more than this in all sends it over the control lane. On the bulk lane it would wait for all that is on its
 #: way there, however urgent it is: statistics of a batch norm, for which a step stands still, behind megabytes of weight gradients,
 #: for which it does not. At 1 Gbit/s this many bytes delay a heartbeat by half a millisecond.
@@ -54,7 +56,7 @@ class Call:
         if ``copied``.
         """
         self._to_send -= part.nbytes
-        copied = copied or self._to_send < COPY_BYTES
+        copied = copied or (self._to_send < COPY_BYTES and part.nbytes <= COPIED_PIECE_BYTES)
         if copied:
             original, part = part, part.empty_like()
             part.copy_(original)

@@ -231,6 +231,8 @@ class Link:
                 header, body = header._replace(flags=flags), memoryview(lent.descriptor)
                 if lent.block is not None:
                     self._lent[lane, sending.next_sequence] = lent.block
+        if self.ack_due and 0 < settings.ack_with_bytes >= max(size, sending.inflight_bytes):
+            header = header._replace(acks=self._totals())
         encoded = encode_header(header, self.settings.limits, None if header.kind == CHUNK else message.label)
         cost = len(encoded) + size
         if not beyond:
@@ -271,11 +273,14 @@ class Link:
 
     def _announce(self) -> None:
         """Tell how far the peer's pieces have arrived here, and up to where it may send, on each lane."""
+        self._notices.append((CONTROL, Header(ACK, acks=self._totals())))
+
+    def _totals(self) -> tuple[int, int, int, int]:
+        """What an acknowledgement tells. It is on its way from now on."""
         self.ack_due = self.ack_urgent = False
         self._unannounced_bytes = self._unannounced_pieces = 0
         (control, bulk), (small, large) = self.receiving, self.windows
-        state = (control.expected, small.announce(), bulk.expected, large.announce())
-        self._notices.append((CONTROL, Header(ACK, acks=state)))
+        return control.expected, small.announce(), bulk.expected, large.announce()
 
     @property
     def idle(self) -> bool:
@@ -307,6 +312,8 @@ class Link:
             check_flags(header.kind, flags)
         if header.kind in _UNNUMBERED:
             return self._noticed(lane, header, now)
+        if header.acks:
+            self._told(header.acks, now)
         if flags & SHARED:
             if self._shared is None:
                 raise WireError("a descriptor of memory that is not shared")
@@ -328,6 +335,7 @@ class Link:
         if (
             self._unannounced_bytes * 4 >= self.settings.inflight_bytes
             or self._unannounced_pieces * 4 >= self.settings.inflight_messages
+            or len(body) > self.settings.ack_with_bytes > 0
             or self.windows[lane].due
         ):
             self.ack_urgent = True

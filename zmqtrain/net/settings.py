@@ -59,6 +59,9 @@ class NetSettings:
     """If nothing was acknowledged for this time, the peer is asked how far it got."""
     ack_s: float = 0.001
     """An acknowledgement waits this long for further ones (large amounts are acknowledged sooner)."""
+    ack_with_bytes: int = 0
+    """An acknowledgement may travel with a message of up to this many bytes, behind no more than as many; longer messages are
+    acknowledged at once. 0: acknowledgements travel alone."""
     heartbeat_s: float = 1.0
     """Interval of the transport's own heartbeats; its I/O thread sends them, so Python may be busy. Down after three unanswered."""
     flush_s: float = 5.0
