@@ -1,4 +1,5 @@
-"""``python -m benchmarks backend``: all-reduce between two machines behind NICs of 1 and 10 Gbit/s, beside gloo. For root.
+"""``python -m benchmarks backend``: all-reduce between two machines behind NICs of 1 and 10 Gbit/s, beside gloo: how long it takes,
+and how much processor time. For root.
 
 The machines are network namespaces of this one, with process numbers of their own, so that their ranks share no memory. The zmq
 backend, encrypted as by default and in plain text, and gloo take turns in the same processes. A rank is this module, started with
@@ -24,11 +25,14 @@ from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 ROOT = Path(__file__).parents[1]
 #: Payload bytes a second of the NICs, by their names.
 NICS = {"1 Gbit/s": 125e6, "10 Gbit/s": 1250e6}
-#: Of a bucket of DistributedDataParallel.
+#: Of a bucket of DistributedDataParallel, and of a small tensor, which is reduced so often in a round.
 NBYTES = 25 * 1024 * 1024
+SMALL_NBYTES, SMALL_CALLS = 64 * 1024, 100
 RANKS = 2
-ROUNDS, LEFT_OUT = 9, 3
+ROUNDS, LEFT_OUT = 15, 3
 PATIENCE_S = 300.0
+#: What is measured; processor time is that of one of the two processes.
+LARGE, LARGE_PROCESSOR, SMALL_PROCESSOR = "25 MiB", "25 MiB, processor time", "64 KiB, processor time"
 
 
 def bench_backend() -> Iterator[Case]:
@@ -40,14 +44,15 @@ def bench_backend() -> Iterator[Case]:
             print(f"left out: {error}", file=sys.stderr)
             return
         for said, seconds in (("encrypted", encrypted), ("plain", plain)):
-            text = f"all-reduce of 25 MiB between two machines, {name}, {said}"
-            yield case_of("backend", text, 1e3 * seconds["zmq"], "ms", "gloo", 1e3 * seconds["gloo"], "peer/value")
+            for measured, ours in seconds["zmq"].items():
+                text = f"all-reduce between two machines, {name}, {said}: {measured}"
+                yield case_of("backend", text, 1e3 * ours, "ms", "gloo", 1e3 * seconds["gloo"][measured], "peer/value")
         # Each rank sends one tensor's bytes, and receives as many.
-        yield case_of("backend", f"link use, {name}, plain", 100 * NBYTES / plain["zmq"] / rate, "%")
+        yield case_of("backend", f"link use, {name}, plain", 100 * NBYTES / plain["zmq"][LARGE] / rate, "%")
 
 
-def _ranks(rate: float, encryption: str) -> dict[str, float]:
-    """Median seconds of each backend."""
+def _ranks(rate: float, encryption: str) -> dict[str, dict[str, float]]:
+    """For each backend, the medians of what rank 0 measures, in seconds."""
     names = [f"m{number}" for number in range(RANKS)]
     hosts = Namespaces(dict.fromkeys(names, rate))
     ranks: list[subprocess.Popen[str]] = []
@@ -71,7 +76,7 @@ def _ranks(rate: float, encryption: str) -> dict[str, float]:
         asyncio.run(hosts.close())
     if any(rank.returncode for rank in ranks):
         raise ZmqTrainError(f"a rank failed:\n{next(err for _, err in said if err)[-2000:]}")
-    found: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
+    found: dict[str, dict[str, float]] = json.loads(said[0][0].splitlines()[-1])
     return found
 
 
@@ -84,19 +89,30 @@ def main() -> None:
     dist.init_process_group("zmq")
     groups = {"zmq": None, "gloo": dist.new_group(backend="gloo")}
     rank, size = dist.get_rank(), dist.get_world_size()
-    tensors = {name: torch.empty(NBYTES // 4) for name in groups}
-    seconds: dict[str, list[float]] = {name: [] for name in groups}
-    for _ in range(ROUNDS):
-        for name, group in groups.items():
-            tensors[name].fill_(rank + 1.0)
-            dist.barrier(groups["gloo"])
-            began = time.perf_counter()
-            dist.all_reduce(tensors[name], group=group)
-            seconds[name].append(time.perf_counter() - began)
-            if not bool((tensors[name] == size * (size + 1) / 2).all()):
-                raise ZmqTrainError(f"{name} sums wrongly")
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in groups}
+    for large in (True, False):
+        tensors = {name: torch.empty((NBYTES if large else SMALL_NBYTES) // 4) for name in groups}
+        calls = 1 if large else SMALL_CALLS
+        for _ in range(ROUNDS):
+            for name, group in groups.items():
+                tensors[name].fill_(rank + 1.0)
+                dist.barrier(groups["gloo"])
+                began, processor = time.perf_counter(), time.process_time()
+                for _ in range(calls):
+                    dist.all_reduce(tensors[name], group=group)
+                taken, worked = time.perf_counter() - began, time.process_time() - processor
+                found = seconds[name]
+                if large:
+                    found.setdefault(LARGE, []).append(taken)
+                found.setdefault(LARGE_PROCESSOR if large else SMALL_PROCESSOR, []).append(worked / calls)
+                if large and not bool((tensors[name] == size * (size + 1) / 2).all()):
+                    raise ZmqTrainError(f"{name} sums wrongly")
     if rank == 0:
-        print(json.dumps({name: statistics.median(taken[LEFT_OUT:]) for name, taken in seconds.items()}), flush=True)
+        medians = {
+            name: {measured: statistics.median(taken[LEFT_OUT:]) for measured, taken in found.items()}
+            for name, found in seconds.items()
+        }
+        print(json.dumps(medians), flush=True)
     dist.destroy_process_group()
 
 
