@@ -279,3 +279,10 @@ def test_what_is_computed_meanwhile_takes_virtual_time() -> None:
         return bridge.call(work(), "work"), bridge.clock()
 
     assert on_virtual_time(program) == (6.0, 6.0)
+
+
+async def test_a_computed_stop_iteration_is_raised_as_another_error() -> None:
+    """A future takes no StopIteration, and its coroutine would wait for ever."""
+    async with bridge_and_thread() as (bridge, thread):
+        with pytest.raises(RuntimeError, match="StopIteration was raised"):
+            await thread.submit(lambda: bridge.call(bridge.compute(lambda: next(iter(()))), "an iterator's next"))

@@ -78,7 +78,7 @@ class BackgroundThread:
             try:
                 result = function()
             except BaseException as error:  # noqa: BLE001 - handed to the waiter, whatever it is
-                report(outcome.set_exception, error)
+                report(outcome.set_exception, for_future(error))
             else:
                 report(outcome.set_result, result)
 
@@ -101,8 +101,17 @@ class AtOnce:
         try:
             outcome.set_result(function())
         except Exception as error:  # noqa: BLE001 - handed to the waiter
-            outcome.set_exception(error)
+            outcome.set_exception(for_future(error))
         return outcome
 
     async def close(self, timeout_s: float) -> None:
         return None
+
+
+def for_future(error: BaseException) -> BaseException:
+    """The error, or one that a future accepts in its place: without it, who awaits the future would wait for ever."""
+    if not isinstance(error, StopIteration):
+        return error
+    other = RuntimeError("StopIteration was raised, perhaps by next() of an iterator that has ended")
+    other.__cause__ = error
+    return other

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
-from zmqtrain.data.background import Condition
+from zmqtrain.data.background import Condition, for_future
 from zmqtrain.errors import ConnectivityError, PeerTimeoutError, UsageError
 from zmqtrain.waiting import abandoned
 
@@ -54,6 +54,8 @@ class Bridge:
         self.changed, self.clock, self.timeout_s = condition, clock, timeout_s
         self.error: BaseException | None = None
         """The error that was given to `abort`."""
+        self.caller = 0
+        """The identity of the thread that called `call` last."""
         self._jobs: deque[Callable[[], None]] = deque()  # functions for the thread to call while it waits
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -78,6 +80,7 @@ class Bridge:
         except UsageError:
             work.close()
             raise
+        self.caller = threading.get_ident()
         begun = self.begin(work, what)
         try:
             return begun.wait()
@@ -107,7 +110,7 @@ class Bridge:
             try:
                 result = function()
             except Exception as error:  # noqa: BLE001 - handed to the coroutine
-                self.loop.call_soon_threadsafe(settle, outcome.set_exception, error)
+                self.loop.call_soon_threadsafe(settle, outcome.set_exception, for_future(error))
             except BaseException:  # the thread handles a KeyboardInterrupt itself
                 self.loop.call_soon_threadsafe(outcome.cancel)
                 raise
