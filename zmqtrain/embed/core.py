@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
@@ -31,6 +31,7 @@ from zmqtrain.embed.grid.model import DividedScript
 from zmqtrain.embed.guards import check_optimizer
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.replicated import Replicated
+from zmqtrain.embed.reported import plain_values
 from zmqtrain.embed.scope import Scope
 from zmqtrain.embed.script_settings import check_script, check_session
 from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError, RunStopped, TaskError, UsageError
@@ -385,7 +386,8 @@ class Core:
             self.callbacks.step(step, values)
             self.context.recorder.event("step", step=step, **values)
 
-    def report(self, kind: str, values: dict[str, float | int | str | bool]) -> None:
+    def report(self, kind: str, reported: Mapping[str, object]) -> None:
+        values = plain_values(kind, reported)
         loss, step = values.get("loss"), self._step
         if isinstance(loss, float) and not math.isfinite(loss) and self.context.topology.job.on_nan == "stop":
             kept = "No model of the run is saved: a script reports a loss after its step, which cannot be undone"

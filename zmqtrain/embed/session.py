@@ -43,7 +43,7 @@ from zmqtrain.net.loop import run as run_loop
 from zmqtrain.train.callback import Callback
 
 T = TypeVar("T")
-Number = float | int | str | bool
+Number = float | int | str | bool | Tensor
 
 
 class Session(Place):
@@ -139,9 +139,10 @@ class Session(Place):
 
     def report(self, kind: str = "step", /, **values: Number) -> None:
         """Report values of this step (``loss=...``), or of an evaluation (``report("eval", accuracy=...)``), for the table and the
-        record.
+        record. A tensor or array of one element is its number.
 
-        Raises `NonFiniteLossError` for a loss that is NaN or infinite, unless ``[job] on_nan = "continue"``.
+        Raises `UsageError` for other values, and `NonFiniteLossError` for a loss that is NaN or infinite, unless ``[job] on_nan =
+        "continue"``.
         """
         self._wait(_call(partial(self._core.report, kind, values)), "report()")
         self._core.callbacks.deliver()
