@@ -199,3 +199,19 @@ def test_a_factor_of_any_size_may_multiply_a_loss(scale: float) -> None:
     parameter = torch.ones(8, 3, dtype=torch.float64, requires_grad=True)
     found = constants_of((parameter**2).mean() * scale, 8, read=True)
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("loss", [lambda s, t: entropy(s, t, reduction="sum"), lambda s, t: each(s, t)[t > 0].mean()])
+def test_losses_of_a_loop_that_never_calls_the_model_itself_are_looked_at_too(loss: Loss) -> None:
+    def program(session: Session) -> None:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+        model, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * step + session.rank)
+            inputs, target = torch.randn(4, 6, generator=generator), (torch.arange(4) > session.rank).long()
+            optimizer.zero_grad()
+            loss(model[1](model[0](inputs)), target).backward()
+            optimizer.step()
+
+    with pytest.raises(TaskError, match="not a mean over this worker's samples"):
+        run_sessions(PAIR, program)

@@ -266,7 +266,8 @@ class Replicated:
         return sum_and_norm(tensors) if tensors else (0.0, 0.0)
 
     def _is_own_thread(self) -> bool:
-        return threading.get_ident() == self._thread
+        # A loop that calls the model's layers, and never the model, is known by the thread in which it uses the session.
+        return threading.get_ident() in (self._thread, self._bridge.caller)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         self._bridge.check_thread("the forward of a replicated model")
