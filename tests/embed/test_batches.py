@@ -116,3 +116,19 @@ def test_a_loop_that_was_left_ends_in_the_thread_where_it_is_collected(where: st
         assert core._feeds == []
 
     trained(program, 2)
+
+
+def test_an_epoch_of_a_stream_that_has_ended_for_good_is_an_error() -> None:
+    """A loop over a generator would train one epoch, and none after it."""
+
+    def program(session: Session) -> int:
+        data, number = zip(torch.randn(20, 3), torch.randn(20), strict=True), 0
+        for epoch in range(2):
+            number = 0
+            for _ in session.batches(data, epoch, batch_size=8):
+                number += 1
+            assert number == 2
+        return number
+
+    with pytest.raises(TaskError, match=r"not a single batch in this epoch: .* an iterator that has ended"):
+        run_sessions(topology_of(compute={"groups": 1, "group_size": 2}), program)

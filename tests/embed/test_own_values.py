@@ -172,3 +172,42 @@ def test_a_gradient_that_is_gone_stays_when_the_model_is_laid_out_anew() -> None
     layer.weight.grad = gone
     layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     assert layer.weight.grad is gone
+
+
+@pytest.mark.parametrize("exchange", ["allreduce", "gossip", "averaging"])
+def test_weights_that_differ_after_the_last_step_are_refused(exchange: str) -> None:
+    """As if each worker had restored the best ones by its own loss; the run's model would be the first worker's, or a mixture."""
+
+    def program(session: Session) -> None:
+        model = nn.Linear(6, 3)
+        trained(session, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if session.rank == 1:
+            model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
+
+    groups = 1 if exchange == "allreduce" else 2
+    with pytest.raises(TaskError, match="the workers' weights differ, because they were changed on some workers only"):
+        run_sessions(topology_of(compute={"groups": groups, "group_size": 2}, exchange={"kind": exchange}), program)
+
+
+def test_weights_that_training_has_made_nan_were_not_changed_by_hand() -> None:
+    """With model servers too, such a loop goes on as in one process."""
+
+    def program(session: Session) -> Tensor:
+        model = nn.Linear(6, 3)
+        return trained(session, model, torch.optim.SGD(model.parameters(), lr=0.1), lambda s, t: cross_entropy(s, t) * float("nan"))
+
+    servers = {"kind": "model_server", "staleness": "sync"}
+    for weights in run_sessions(topology_of(compute={"groups": 1, "group_size": 2}, exchange=servers), program):
+        assert weights.isnan().all()
+
+
+def test_a_model_of_another_type_than_at_replicate_is_refused() -> None:
+    def program(session: Session) -> None:
+        model = nn.Linear(6, 3)
+        model, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        inputs, target = batch(session, 0)
+        cross_entropy(model.bfloat16()(inputs.bfloat16()), target).backward()
+        optimizer.step()
+
+    with pytest.raises(TaskError, match=r"is torch.bfloat16 now, but was torch.float32 at session.replicate\(\)"):
+        run_sessions(PAIR, program)

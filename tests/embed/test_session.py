@@ -171,6 +171,13 @@ def test_misuse_says_what_to_do() -> None:
             optimizer.step()
         with pytest.raises(TaskError, match="must be a tensor of one element"):
             session.backward(torch.ones(2), 1.0)
+        for what in ({"epoch": -1}, {"epoch": 1.0}, {"batch_size": 0}, {"batch_size": 8.0}):
+            with pytest.raises(UsageError, match="must be a whole number"):
+                next(session.batches(DATA, **what))
+        with pytest.raises(UsageError, match="takes a tensor, such as"):
+            session.all_reduce(0.5)
+        with pytest.raises(UsageError, match="holds no fractions"):
+            session.all_reduce(torch.tensor(3), "mean")
         with pytest.raises(UsageError, match="replicates one model"):
             session.replicate(model, optimizer)
         with pytest.raises(NonFiniteLossError, match="No model of the run is saved"):
@@ -307,3 +314,14 @@ def test_workers_that_all_train_on_the_same_samples_are_told(divided: bool) -> N
     warnings: list[str] = []
     run_sessions(topology_of(compute={"group_size": 2}), program, warnings)
     assert ["all workers have had the same loss" in text for text in warnings] == [True] * (not divided)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_replicate_says_what_it_takes() -> None:
+    model = network()
+    with zmqtrain.session() as session:
+        for wrong in ((sgd(model), model), (model, StepLR(sgd(model), 1)), (model, None)):
+            with pytest.raises(UsageError, match=r"takes a torch.nn.Module and a torch.optim.Optimizer"):
+                session.replicate(*wrong)
+        with pytest.raises(TaskError, match="ScriptModule, which takes no hooks"):
+            session.replicate(torch.jit.script(model), sgd(model))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from numbers import Integral
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -149,6 +150,11 @@ class Core:
                 "replicated. Networks that are trained by the same optimizer.step() can: put them into one nn.Module, with one "
                 "optimizer for all. Models that are trained one after another (k-fold cross-validation) each need a run of their "
                 "own: launch the script once for each"
+            )
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                "session.replicate(model, optimizer) takes a torch.nn.Module and a torch.optim.Optimizer, not objects of type "
+                f"{type(model).__name__} and {type(optimizer).__name__}. If a class wraps the optimizer, give the optimizer inside"
             )
         check_script(self.context.topology, resume=self.context.resume)
         check_session(self.context.topology, self.context.placement.groups, overlap=overlap)
@@ -305,6 +311,9 @@ class Core:
                 f"this worker replaces one that was lost, and the others are already at step {self._step}: say where its data "
                 f"continues with session.batches(data, epoch, first=N), which skips N batches of the epoch"
             )
+        for name, number, least in (("epoch", epoch, 0), ("batch_size", batch_size, 1)):
+            if number is not None and (not isinstance(number, Integral) or isinstance(number, bool) or number < least):
+                raise UsageError(f"session.batches({name}={number!r}): it must be a whole number from {least} on")
         if epoch is None:
             _, epoch = self._epochs.get(id(data), (data, 0))
             if trains:
@@ -446,6 +455,10 @@ class Core:
     async def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"]) -> Tensor:
         if operation not in ("sum", "mean"):
             raise UsageError(f'all_reduce: the operation must be "sum" or "mean", not {operation!r}')
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"all_reduce takes a tensor, such as torch.tensor(value), not a {type(tensor).__name__}")
+        if operation == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise UsageError(f'all_reduce(..., "mean") of {tensor.dtype}, which holds no fractions: use tensor.double()')
         flat = tensor.detach().cpu().contiguous()
         own = flat.clone() if self.members.survives else None
 
@@ -501,6 +514,7 @@ class Core:
             self.replicated.check_weights()
             self.replicated.require_steps()
             step = await self._part.ended(alike=exchange.synchronous or exchange.averaged)
+            await self.replicated.require_same_weights()
             await self._part.become_run_model("finish")
             if self.divided is not None:
                 await self.bridge.compute(self._become_whole)

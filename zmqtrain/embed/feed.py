@@ -10,7 +10,7 @@ from zmqtrain.data.batch import Batch
 from zmqtrain.data.loader import Fetch, Finish, Loader
 from zmqtrain.data.source import Shard, source_of
 from zmqtrain.data.stream import StreamLoader, StreamPlace
-from zmqtrain.errors import UsageError
+from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.topology.elastic import ASKING
 from zmqtrain.train.batches import partition_of, reader_of, same_samples
@@ -52,13 +52,21 @@ class DatasetFeed:
 class StreamFeed:
     """Implements `Feed` for a stream: it ends for all workers when it has ended for one."""
 
-    def __init__(self, loader: StreamLoader, epoch: int, agree: Agree, group_samples: int) -> None:
-        self._loader, self._agree, self.group_samples = loader, agree, group_samples
+    def __init__(self, loader: StreamLoader, name: str, epoch: int, agree: Agree, group_samples: int) -> None:
+        self._loader, self._name, self._agree, self.group_samples = loader, name, agree, group_samples
+        self._begun = False
         loader.position.epoch = epoch
 
     async def next(self) -> Batch | None:
         if not await self._agree(await self._loader.available()):
+            if not self._begun:
+                raise TaskError(
+                    f"{self._name} is a stream that gave some worker not a single batch in this epoch: it is too short, or an "
+                    "iterator that has ended (a generator, zip(), iter(loader)). Pass what can be iterated again: a dataset, a "
+                    "DataLoader, an IterableDataset"
+                )
             return None
+        self._begun = True
         return await self._loader.take(ahead=True)
 
     async def close(self, timeout_s: float) -> None:
@@ -99,7 +107,7 @@ def make_feed(
             role.group * columns + role.position % columns, placement.groups * columns, start, stop, placement.groups * size
         )
         loader = StreamLoader(source, place, seed, BackgroundThread("zmqtrain-loader"), finish, source.processes)
-        return StreamFeed(loader, epoch, agree, size)
+        return StreamFeed(loader, source.name, epoch, agree, size)
     partition = partition_of(source, placement.groups, topology, size)
     steps = partition.steps_per_epoch
     if not 0 <= first <= steps:

@@ -170,7 +170,7 @@ class Guards:
             for (name, parameter), version in zip(replica.named.items(), self._versions, strict=True)
             if parameter._version != version or name in replaced
         ]
-        if not changed and (not sampled or self._sample is None or torch.equal(self._sample, replica.memory.sample_parameters())):
+        if not changed and (not sampled or self._sample is None or _same(self._sample, replica.memory.sample_parameters())):
             return
         if self._kept and all(map(_restored, self._kept, replica.memory.flat_parameters())):
             return
@@ -210,6 +210,10 @@ def _no_state(what: str) -> TaskError:
         f"{what}: the model servers run the optimizer and have its state, so this worker has none: do without it, or use "
         f"{LOCAL}, with which the script has the state"
     )
+
+
+def _same(kept: Tensor, now: Tensor) -> bool:
+    return torch.allclose(kept, now, rtol=0.0, atol=0.0, equal_nan=True)  # training itself may have made them NaN
 
 
 def _restored(kept: Tensor, now: Tensor) -> bool:

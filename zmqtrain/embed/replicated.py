@@ -194,6 +194,14 @@ class Replicated:
         with self._opened():
             self._guards.check_weights(sampled=self._returns)
 
+    async def require_same_weights(self) -> None:
+        """Raise `TaskError` if workers whose gradients are combined have different weights after the last step: one has restored
+        its own best ones, for example. All of them call it, when their parameters are complete."""
+        if not self.scope.alone and not self._served:  # those of model servers are compared with the servers'
+            with self._opened():
+                state = StepState(self.step, weights=self._sample(), tolerance=self._tolerance)
+            await self.scope.agree(state)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """See `zmqtrain.embed.session.Session.clip_grad_norm_`."""
         self.whole("session.clip_grad_norm_()")
@@ -287,6 +295,12 @@ class Replicated:
         """Autograd is about to add ``gradient`` to the parameter's."""
         if gradient.layout is not torch.strided:
             raise TaskError(f"the gradient of {name!r} is sparse, which cannot be summed over workers: use Embedding(sparse=False)")
+        if parameter.dtype != self._views[name].dtype:
+            raise TaskError(
+                f"the parameter {name!r} is {parameter.dtype} now, but was {self._views[name].dtype} at session.replicate(): "
+                "change the model's type (model.half(), model.bfloat16(), model.double()) before session.replicate(), or compute "
+                "in another type by torch.autocast"
+            )
         if not self._in_backward:
             if self._stopped:
                 self._stop()

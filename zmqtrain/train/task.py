@@ -171,6 +171,11 @@ def check_model(model: object) -> None:
     """Raise `TaskError` unless ``model`` is a module with something to train."""
     if not isinstance(model, nn.Module):
         raise TaskError(f"Task.model() returned an object of type {type(model).__name__}; it must return a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TaskError(
+            "the model is a ScriptModule, which takes no hooks: train the module that it was made of, and make a script of that "
+            "afterwards"
+        )
     parameters = list(model.parameters())
     if not parameters:
         raise TaskError(
