@@ -128,8 +128,9 @@ def require_weight(loss: Callable[[Any, Any], Any], output: Any, target: Any, sa
     if found is not None and not found.adds_up:
         raise TaskError(
             "the second value of the pair that Task.loss(output, target) has returned is no weight of its samples: "
-            f"{found} A pair is (sum, weight): the loss is sum / weight, and the weights of parts of a batch add up to that of the "
-            "batch. Return the loss alone; other figures belong in Task.metrics"
+            f"it is {found.whole:.6g} for {samples} samples, and {found.first:.6g} and {found.second:.6g} for their halves, which "
+            "do not add up. A pair is (sum, weight): the loss is sum / weight. Return the loss alone; other figures belong in "
+            "Task.metrics"
         )
 
 
