@@ -67,7 +67,7 @@ async def test_children_and_how_they_end(entry: str) -> None:
         server_process = psutil.Process(await server.pid())
         assert (await (await start(server, DO="nothing")).end())[0] == 0
         files = server_process.num_fds()
-        todo = ("print", "report", "exit", "raise", "die", "nothing")
+        todo = ("print", "report", "exit", "raise", "die", "close", "nothing")
         started = await asyncio.gather(*(start(server, DO=one, WHO=f"child {one}") for one in todo))
         ends = dict(zip(todo, await asyncio.gather(*(one.end() for one in started)), strict=True))
         assert ends["print"] == (0, "to standard output\nto standard error of child print\n", b"")
@@ -76,7 +76,7 @@ async def test_children_and_how_they_end(entry: str) -> None:
         assert ends["raise"][0] != 0
         assert "RuntimeError: nobody has caught this" in ends["raise"][1]
         assert ends["die"][0] == -signal.SIGKILL
-        assert ends["nothing"] == (0, "", b"")
+        assert ends["close"] == ends["nothing"] == (0, "", b"")
         assert os.environ.get("WHO") is None
         # Nothing is left of them: neither files nor processes.
         assert server_process.num_fds() == files

@@ -353,6 +353,8 @@ def _become(environ: Mapping[str, str], output: int, report: int, entry: Callabl
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
+            if stream is None or stream.closed:  # by the user's code; Python itself does not mind either
+                continue
             try:
                 stream.flush()
             except (OSError, ValueError):
