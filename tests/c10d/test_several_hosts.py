@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.c10d.test_process_group import content, groups_of, options
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d import ZmqProcessGroup
-from zmqtrain.c10d.several_hosts import TOGETHER_BYTES, SeveralHosts
+from zmqtrain.c10d.several_hosts import EAGER_BYTES, TOGETHER_BYTES, SeveralHosts
 from zmqtrain.errors import PeerLostError
 
 pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
@@ -161,4 +161,17 @@ def test_what_a_rank_of_the_same_host_has_sent_before_it_left_arrives() -> None:
     groups[0].recv([received], 1, 5).wait()
     assert torch.equal(received, torch.ones(3))
     for group in (groups[0], groups[2]):
+        group.shutdown()
+
+
+@pytest.mark.parametrize("numel", [1, EAGER_BYTES // 4, EAGER_BYTES // 4 + 1])
+def test_what_was_sent_may_be_overwritten_before_it_is_received(numel: int) -> None:
+    groups = groups_of(2, hosts="ab")
+    for _ in range(3):
+        tensor, received = content(0, numel), torch.empty(numel)
+        groups[0].send([tensor], 1, 5).wait()
+        tensor.zero_()
+        groups[1].recv([received], 0, 5).wait()
+        assert torch.equal(received, content(0, numel))
+    for group in groups:
         group.shutdown()
