@@ -66,7 +66,9 @@ def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta
     network = NetworkThread()
     try:
         settings = settings_here(notices.run_token, timeout_s, store, encrypted=encrypted)
-        settings = replace(settings, chunk_bytes=CHUNK_BYTES, ack_s=ACK_S, ack_with_bytes=EAGER_BYTES)
+        settings = replace(settings, ack_s=ACK_S, ack_with_bytes=EAGER_BYTES)
+        if not encrypted:
+            settings = replace(settings, chunk_bytes=CHUNK_BYTES)
         node = network.call(_open(names[rank], settings))
         notices.tell("address", node.address)
         for other, name in enumerate(names):

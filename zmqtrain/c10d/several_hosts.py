@@ -42,8 +42,9 @@ _REFUSAL_BYTES = 1024
 #: What ranks send each other for one operation travels with what they call, up to this many bytes: a message of its own costs more
 #: than the copy.
 TOGETHER_BYTES = 256 * 1024
-#: Larger tensors are sent in pieces of this many bytes, which is more than usual: nothing urgent goes over the connections of a
-#: process group, and each piece takes processor time, whatever its size.
+#: In plain text larger tensors are sent in pieces of this many bytes, which is more than usual: nothing urgent goes over the
+#: connections of a process group, and each piece takes processor time, whatever its size. Where they are encrypted this would be
+#: slow: a piece is encrypted as a whole before any of it is sent, and decrypted when all of it has arrived.
 CHUNK_BYTES = 2 * 1024 * 1024
 #: Messages of up to this many bytes are copied, and nobody waits until they have arrived. So their acknowledgements can wait for a
 #: message with which they travel, for so many seconds: a program that calls one small operation after another always has one.
@@ -148,7 +149,7 @@ class SeveralHosts:
         return self._group(self._peers, self._rank, "all ranks")
 
     def _group(self, members: tuple[PeerId, ...], rank: int, name: str) -> Group:
-        return Group(self._node, members, rank, name, timeout_s=self._timeout_s, chunk_bytes=CHUNK_BYTES)
+        return Group(self._node, members, rank, name, timeout_s=self._timeout_s, chunk_bytes=self._node.settings.chunk_bytes)
 
     @property
     def goes_on(self) -> tuple[type[Exception], ...]:
