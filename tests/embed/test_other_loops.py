@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from zmqtrain.embed.other_loops import OtherLoops
+from zmqtrain.embed.other_loops import ALONE_S, OtherLoops
 from zmqtrain.errors import PeerLostError, TaskError
 from zmqtrain.net.memory import MemoryNetwork
 
@@ -86,3 +86,58 @@ async def test_errors_of_what_nobody_waits_for_any_more_are_not_reported(ends: s
         gc.collect()
         await asyncio.sleep(0)
     assert reported == []
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("where", ["steps", "sums", "another call"])
+@pytest.mark.parametrize("comes", ["before", "during"])
+async def test_a_worker_that_waits_elsewhere_for_this_one_is_an_error(where: str, comes: str) -> None:
+    """Two loops that wait for each other in different places would do so until the time-out."""
+    async with loops() as (one, other):
+        alone = asyncio.create_task(other.call("all_reduce", 3, 4, forever()))
+        if comes == "before":
+            await asyncio.sleep(2 * ALONE_S)
+        here = {
+            "steps": lambda: one.wait("steps", 3, forever()),
+            "sums": lambda: one.wait("sums", 4, forever()),
+            "another call": lambda: one.call("session-barrier", 3, 4, forever()),
+        }
+        with pytest.raises(TaskError, match=r"worker/1 waits in session.all_reduce\(\) after 3 steps, but this worker waits in"):
+            await here[where]()
+        alone.cancel()
+
+
+async def test_a_worker_that_comes_late_to_a_call_is_none() -> None:
+    """It has evaluated, or saved its model, while the others waited for it; their messages are old then."""
+    async with loops() as (one, other):
+        came = asyncio.Event()
+        early = asyncio.create_task(other.call("session-barrier", 3, 4, came.wait()))
+        await asyncio.sleep(10 * ALONE_S)
+        await one.wait("steps", 2, nothing())  # that the other has made before
+        await one.call("session-barrier", 3, 4, asyncio.sleep(1.0))
+        came.set()
+        assert await early
+        await one.wait("steps", 3, asyncio.sleep(1.0))
+
+
+async def test_a_call_whose_result_is_still_on_its_way_is_no_call_elsewhere() -> None:
+    """The other worker has it already, and waits in the next one."""
+    async with loops() as (one, other):
+        await other.call("all_reduce", 3, 4, nothing())
+        next_one = asyncio.create_task(other.call("session-barrier", 3, 4, forever()))
+        await one.call("all_reduce", 3, 4, asyncio.sleep(10 * ALONE_S))
+        next_one.cancel()
+
+
+async def test_a_call_that_a_loop_which_has_ended_has_not_made_is_an_error() -> None:
+    async with loops() as (one, other):
+        await other.call("all_reduce", 3, 4, nothing())
+        await other.tell(3, 4, PEERS)
+        await one.call("all_reduce", 3, 4, asyncio.sleep(1.0))
+        with pytest.raises(
+            TaskError, match=r"worker/1 ended its session after 3 steps, but this worker's loop waits in session"
+        ):
+            await one.call("all_reduce", 3, 4, forever())

@@ -493,7 +493,11 @@ class Core:
             await self._meetings.meet("a call that all workers make together")
         call = f"{what}/{step}/{self._calls[what]}"
         self._calls[what] += 1
-        return await self.members.together(call, step, lambda group: run(group, call))
+        together = self.members.together(call, step, lambda group: run(group, call))
+        if self.members.survives or not self._other_loops.any:
+            return await together
+        sums = 0 if self.replicated is None else self.replicated.scope.sums
+        return await self._other_loops.call(what, self._step, sums, together)
 
     @property
     def _step(self) -> int:
