@@ -137,7 +137,5 @@ async def test_a_call_that_a_loop_which_has_ended_has_not_made_is_an_error() -> 
         await other.call("all_reduce", 3, 4, nothing())
         await other.tell(3, 4, PEERS)
         await one.call("all_reduce", 3, 4, asyncio.sleep(1.0))
-        with pytest.raises(
-            TaskError, match=r"worker/1 ended its session after 3 steps, but this worker's loop waits in session"
-        ):
+        with pytest.raises(TaskError, match=r"worker/1 ended its session after 3 steps, but this worker's loop waits in session"):
             await one.call("all_reduce", 3, 4, forever())

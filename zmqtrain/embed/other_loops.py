@@ -157,8 +157,8 @@ def _counts(made: Value) -> dict[str, int]:
 def _unlike(peer: PeerId, steps: int, here: str = "continues") -> TaskError:
     return TaskError(
         f"{peer} ended its session after {steps} steps, but this worker's loop {here}: all workers must make the same number of "
-        f"steps, and equally many calls of session.all_reduce() and session.barrier(). session.batches() gives all the same number; "
-        f"with your own data, agree on the smallest number with session.all_reduce()"
+        "steps, and equally many calls of session.all_reduce() and session.barrier(). session.batches() gives all the same number; "
+        "with your own data, agree on the smallest number with session.all_reduce()"
     )
 
 
