@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zmqtrain.parallel.kept import kept_by, links_of
+from zmqtrain.train.linear import write_gradients_to
 
 
 @dataclass
@@ -118,6 +119,12 @@ def test_what_is_gone_is_not_put_back() -> None:
     vars(model)["more"][0].clear()
     link.replace({id(model.weight): torch.zeros(1)})
     assert vars(model)["more"] == [{}]
+
+
+def test_where_the_gradient_of_a_weight_goes_is_no_place_where_the_model_keeps_it() -> None:
+    model = nn.Linear(2, 2)
+    write_gradients_to(model, lambda: None)
+    assert list(kept_by(model)) == []
 
 
 def test_torchs_own_places_and_what_leads_everywhere_are_left_alone() -> None:

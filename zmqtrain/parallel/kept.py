@@ -19,8 +19,9 @@ from torch import Tensor, nn
 #: What modules have of torch: parameters, modules, hooks; and a recurrent layer's list of its parameters.
 _TORCHS = frozenset(vars(nn.Module())) | {"_flat_weights"}
 _SEQUENCES = (list, tuple, deque, set, frozenset)
-#: Objects of these libraries are not looked into: loggers, threads, generators, arrays. They lead everywhere.
-_CLOSED = sys.stdlib_module_names | {"torch", "numpy"}
+#: Objects of these libraries are not looked into: loggers, threads, generators, arrays. They lead everywhere. Nor are those of this
+#: package, which know a parameter by its identity (`zmqtrain.train.linear.WeightSlot`).
+_CLOSED = sys.stdlib_module_names | {"torch", "numpy", "zmqtrain"}
 
 
 @dataclass(frozen=True, slots=True)
