@@ -70,3 +70,45 @@ async def test_a_model_with_a_lock_is_built_once_more() -> None:
     result = await run(topology, Recipe(model=lambda: Locked().double()))
     assert not result.errors, result.errors
     assert [len(recorder.of("verified")) for recorder in result.recorders.values()] == [1, 1]
+
+
+async def test_large_layers_are_divided_too() -> None:
+    """Where a replica has gradients of weights written directly into buckets."""
+    topology = topology_of(job={"steps": 2}, compute={"group_size": 2, "batch_size": 8, "grid": "2x1"}, parallel={"verify": True})
+    result = await run(
+        topology, Recipe(model=lambda: nn.Sequential(nn.Linear(6, 1024), nn.Linear(1024, 512), nn.Linear(512, 3)).double())
+    )
+    assert not result.errors, result.errors
+
+
+class Watched(nn.Module):
+    """A model whose forward uses what a hook, which knows the model, has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.seen = nn.Linear(6, 4), nn.Linear(4, 3), dict[str, Tensor]()
+        self.first.register_forward_hook(lambda module, inputs, output: self.seen.__setitem__("first", output))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(inputs))) + self.seen["first"].mean(1, keepdim=True)  # type: ignore[no-any-return]
+
+
+class Patched(nn.Module):
+    """A model that has another forward for one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 3)
+        before = self.first.forward
+        self.first.forward = lambda x: before(x) * 2  # type: ignore[method-assign, assignment, misc]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(inputs)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Watched, Patched])
+async def test_a_model_whose_functions_refer_to_it_is_built_once_more(kind: type[nn.Module]) -> None:
+    topology = topology_of(job={"steps": 2}, compute={"group_size": 2, "batch_size": 8, "grid": "2x1"}, parallel={"verify": True})
+    result = await run(topology, Recipe(model=lambda: kind().double()))
+    assert not result.errors, result.errors
+    assert [len(recorder.of("verified")) for recorder in result.recorders.values()] == [1, 1]

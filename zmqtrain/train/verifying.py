@@ -6,7 +6,6 @@ import copy
 import gc
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from zmqtrain.data.nested import PLAIN, leaves, mapped
 from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.heap import give_back, returning_blocks
 from zmqtrain.parallel.communicator import Fabric, Label
+from zmqtrain.parallel.copying import copied
 from zmqtrain.parallel.deferred import Tape, fill
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.model import ParallelModel
@@ -122,17 +122,15 @@ class Ordinary:
         ``tape``: of a model whose large tensors have no content yet, and so take no memory in the copy, either."""
         self._task, self._seed, self._tape = task, seed, tape
         self._taken = {id(module) for module in model.modules()}
-        self._kept: nn.Module | None = None
-        with suppress(RuntimeError, TypeError):  # tensors that have been computed cannot be copied, nor locks and the like
-            self._kept = copy.deepcopy(model)
+        self._kept = copied(model)
 
     def __call__(self, device: torch.device) -> nn.Module:
         """Raises `NotComparable`."""
         if self._kept is not None:
-            copied = copy.deepcopy(self._kept)
+            another = copy.deepcopy(self._kept)
             if self._tape is not None:
-                fill(copied, self._tape, lambda _, whole: whole)
-            return copied.to(device)
+                fill(another, self._tape, lambda _, whole: whole)
+            return another.to(device)
         with alone():
             seed_everything(self._seed)
             found = build_model(self._task)

@@ -29,6 +29,7 @@ from zmqtrain.embed.grid.states import States
 from zmqtrain.embed.scope import sum_and_norm, tolerance_of
 from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.events import Recorder
+from zmqtrain.parallel.copying import copied
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel, map_tensors
 from zmqtrain.parallel.placed.tensor import Placed
@@ -76,9 +77,9 @@ class DividedScript:
         self._forwards = 0  # in training
         self._undo: list[Callable[[], None]] = []
         self._refuse(model)
-        self._ordinary = self._copy() if topology.parallel.verify else None
+        self._ordinary = copied(self.model) if topology.parallel.verify else None
         if topology.parallel.verify and self._ordinary is None:
-            self._not_compared("the model cannot be copied")
+            self._not_compared("the model cannot be copied, or has hooks or functions of its own that refer to it")
         wholes = _parameters(model)
         with turn():
             self.parallel = divide(model, topology, self._fabric, recorder)
@@ -134,12 +135,6 @@ class DividedScript:
                 )
         if type(self.optimizer) is torch.optim.LBFGS:
             raise TaskError("LBFGS looks at all parameters together, of which each worker has parts only: remove [compute] grid")
-
-    def _copy(self) -> nn.Module | None:
-        try:
-            return copy.deepcopy(self.model)
-        except (RuntimeError, TypeError, NotImplementedError):
-            return None
 
     def _keep_parameters(self, wholes: Mapping[str, nn.Parameter]) -> None:
         """Parameters stay the objects that they were, which the script, its optimizer and its schedules know."""

@@ -27,6 +27,7 @@ from zmqtrain.collectives.group import bounds
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.nested import leaves, mapped
 from zmqtrain.data.seeding import seed_torch
+from zmqtrain.parallel.copying import refers_to_itself
 from zmqtrain.parallel.modelled import without_content
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify.case import Case, alone, mean
@@ -56,7 +57,7 @@ def sizes_of(case: Case, model: nn.Module, batch: Batch, parts: Sequence[int]) -
     ``model``: the ordinary one. ``parts``: into how many a plan divides one size of an image."""
     images = _image_sizes(batch)
     most = max((side for pair in images for side in pair), default=0)
-    if not case.smaller or most <= SMALLEST:
+    if not case.smaller or most <= SMALLEST or refers_to_itself(model):
         return {}
     whole = _seen(case, model, batch)
     for side in range(SMALLEST, most * 3 // 4 + 1, STEP) if whole else ():
