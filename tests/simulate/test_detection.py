@@ -114,6 +114,8 @@ def test_in_an_elastic_run_it_is_ended_and_a_new_process_takes_its_place() -> No
     result, found = run(pause("worker/2", 10_000.0, at=AT_S), shape="4x1", kind="gossip", groups=4, size=1, job=job, steps=steps)
     assert result.ending.status == "done"
     assert found.joined == ["worker/2"]
+    assert found.first is not None
+    assert "it stands still, or nothing gets through" in found.first[2]
     assert found.steps["worker/0"] == list(range(steps))
     taken = found.steps["worker/2"]
     assert taken[-1] == steps - 1

@@ -553,7 +553,7 @@ class Roster:
         for entry in self._members:
             if self.state is State.RUNNING and entry.here and entry.cut and now >= entry.cut[0] + self._timeouts.flush_s:
                 reason = (
-                    f"it stands still: its process has not ended, but answers nothing (stopped, or swapped out?): {entry.cut[1]}"
+                    f"it stands still: its process has not ended, but answers nothing (stopped, or swapped out?); {entry.cut[1]}"
                 )
                 error = HostLostError(f"{entry.member.peer} on {entry.member.host}: {reason}")
                 actions += self._lose(entry, reason, error, now)

@@ -532,7 +532,8 @@ class Switchboard:
                 trouble = self._troubles.why(link.peer)
                 self._end(link, endings.never_came(link.peer, settings.greet_s, link.handshake.address, trouble))
             elif due == "lost":
-                self._end(link, endings.lost(link.peer, f"no connection for {settings.lost_s:g} s"))
+                reason = f"no connection for {settings.lost_s:g} s: it stands still, or nothing gets through"
+                self._end(link, endings.lost(link.peer, reason))
             elif due == "unanswered":
                 self._end(link, endings.lost(link.peer, f"it has not answered a greeting for {settings.greet_s:g} s"))
             elif link.state is not State.CLOSED:
