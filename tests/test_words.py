@@ -1,8 +1,8 @@
-"""Numbers with their nouns."""
+"""Numbers with their nouns, and types with their articles."""
 
 from __future__ import annotations
 
-from zmqtrain.words import counted
+from zmqtrain.words import counted, typed
 
 
 def test_one_is_singular() -> None:
@@ -12,3 +12,7 @@ def test_one_is_singular() -> None:
         "2 model servers",
         "1,000 model servers",
     ]
+
+
+def test_types_have_their_articles() -> None:
+    assert [typed(value) for value in (1, "x", None, object())] == ["an int", "a str", "a NoneType", "an object"]

@@ -1,4 +1,4 @@
-"""Numbers with their nouns, as all messages have them."""
+"""Numbers and types with their words, as all messages have them."""
 
 from __future__ import annotations
 
@@ -6,3 +6,9 @@ from __future__ import annotations
 def counted(count: int, what: str) -> str:
     """A number with its noun, like ``1 worker`` or ``3,000 workers``."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def typed(value: object) -> str:
+    """The type of a value with its article, like ``a str`` or ``an int``."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"

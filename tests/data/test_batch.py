@@ -124,7 +124,7 @@ def test_rows_of_what_belongs_to_samples(part: Any, first_three: Any) -> None:
         (np.zeros((8, 2)), r"a numpy array of shape \[8, 2\]"),
         ({"edges": torch.zeros(2, 30)}, r"a tensor of shape \[2, 30\]"),
         ([torch.zeros(7, 2)] * 7, "a list of 7 entries, which may be one per sample, or fields of all samples"),
-        (object(), "a object"),
+        (object(), "an object"),
         (torch.nn.utils.rnn.pack_sequence([torch.zeros(2)]), "a PackedSequence"),
     ],
 )

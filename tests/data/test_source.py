@@ -99,7 +99,7 @@ def test_what_of_a_loader_counts() -> None:
         (lambda: {"train": [1], "test": [2]}, "pass one of them, such as data.'train'."),
         (lambda: {0: [1], 1: [2]}, r"pass a list, such as list\(data.values\(\)\)"),
         (lambda: "data.csv", "is a string"),
-        (lambda: 7, "a int; it must be a map-style dataset"),
+        (lambda: 7, "an int; it must be a map-style dataset"),
     ],
 )
 def test_what_is_refused(make: Any, said: str) -> None:

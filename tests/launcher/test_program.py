@@ -107,7 +107,7 @@ def _cell() -> Any:
         ("own_task.py", {"epochs": "many"}, {}, r"launch\(epochs='many'\)"),
         ("own_task.py", {}, {"kind": "gossip"}, "write section.key"),
         ("own_task.py", {}, {"exchange.kind": "gosip"}, "exchange.kind"),
-        ("own_task.py", {"args": {"x": object()}}, {}, "a object cannot be a setting"),
+        ("own_task.py", {"args": {"x": object()}}, {}, "an object cannot be a setting"),
         ("own_task.py", {"groups": "auto"}, {}, "cannot search"),
         ({"job": {"steps": 1}}, {}, {}, "names no task"),
         (3, {}, {}, "give a topology file"),

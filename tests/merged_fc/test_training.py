@@ -346,7 +346,7 @@ class Sizes(nn.Module):
     [
         ({"model": lambda: nn.Sequential(nn.Flatten(), nn.Linear(126, 3)).double()}, {}, UsageError, "no convolutions"),
         ({}, {"split": "classifier"}, UsageError, "calls no such module"),
-        ({"model": Sizes}, {}, UsageError, "a value that is a int"),
+        ({"model": Sizes}, {}, UsageError, "a value that is an int"),
         ({"loss": lambda output, target: 1 / 0}, {}, TaskError, "Task.loss.*ZeroDivisionError"),
         ({"loss": lambda output, target: output}, {}, TaskError, "tensor of one element"),
         (

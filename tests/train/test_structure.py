@@ -21,7 +21,7 @@ def test_there_and_back(target: Any) -> None:
     assert [put_together(msgpack.unpackb(msgpack.packb(structure)), tensors)] == [target]
 
 
-@pytest.mark.parametrize(("target", "said"), [("a", "a str"), (None, "a NoneType"), ([ONE, 3], "a int"), ({1: ONE}, "a dict")])
+@pytest.mark.parametrize(("target", "said"), [("a", "a str"), (None, "a NoneType"), ([ONE, 3], "an int"), ({1: ONE}, "a dict")])
 def test_what_cannot_travel_is_said(target: Any, said: str) -> None:
     with pytest.raises(TaskError, match=f"contains {said}"):
         take_apart(target)

@@ -23,6 +23,7 @@ from torch import nn
 
 from zmqtrain.data.nested import mapped, moved, rows
 from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.words import typed
 
 #: The keys of a mapping that hold the target; a mapping must have exactly one of them.
 TARGETS = ("labels", "label", "targets", "target")
@@ -131,14 +132,14 @@ def batch_of(collated: Any, samples: int, forward: Forward | None = None) -> Bat
         return _of_mapping(collated, samples)
     if not isinstance(collated, tuple | list) or len(collated) < 2:
         raise TaskError(
-            f"a batch of the task's data is a {type(collated).__name__}; it must be (input, target), or a mapping with labels: let "
+            f"a batch of the task's data is {typed(collated)}; it must be (input, target), or a mapping with labels: let "
             "data[i] return such a pair, or define Task.forward(model, batch); the loss then gets the whole batch"
         )
     fields: tuple[str, ...] = getattr(collated, "_fields", ())
     wrong = [name for name in fields[:-1] if name in TARGETS]
     if wrong and fields[-1] not in TARGETS:
         raise TaskError(
-            f"a batch of the task's data is a {type(collated).__name__} whose last field, which should be the target, is "
+            f"a batch of the task's data is {typed(collated)} whose last field, which should be the target, is "
             f"{fields[-1]!r}, although it has {wrong[0]!r}: put that field last, or define Task.forward(model, batch)"
         )
     return Batch(tuple(collated[:-1]), collated[-1], samples)

@@ -17,6 +17,7 @@ from zmqtrain.errors import TaskError
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.words import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ def _tensors(content: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
     else:
         raise TaskError(
-            f"a batch holds a {type(content).__name__}, but only tensors (in tuples, lists and dicts) can be sent around the ring: "
+            f"a batch holds {typed(content)}, but only tensors (in tuples, lists and dicts) can be sent around the ring: "
             "set "
             '[data] ring = "indices", or convert the data to tensors'
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zmqtrain.errors import TaskError
+from zmqtrain.words import typed
 
 #: A single value of these types belongs to the whole batch; a list of them, as long as the batch, has one for each sample.
 PLAIN = (str, bytes, bool, int, float, complex, np.number, np.bool_, type(None))
@@ -55,15 +56,13 @@ def rows(part: Any, which: slice | list[int], samples: int, *, fields: bool = Fa
         return part[which] if part.ndim else part
     children = _children(part)
     if children is None:
-        raise _uncertain(f"a {type(part).__name__}", samples)
+        raise _uncertain(typed(part), samples)
     if isinstance(part, tuple | list) and not hasattr(part, "_fields") and len(part) == samples:
         arrays = [leaf for leaf in leaves(part) if isinstance(leaf, Tensor | np.ndarray)]
         if not all(leaf.ndim and leaf.shape[0] == samples for leaf in arrays) or not arrays:
             return part[which] if isinstance(which, slice) else type(part)(part[each] for each in which)  # one entry per sample
         if samples > 1 and not (fields and isinstance(part, tuple)):
-            raise _uncertain(
-                f"a {type(part).__name__} of {samples} entries, which may be one per sample, or fields of all samples", samples
-            )
+            raise _uncertain(f"{typed(part)} of {samples} entries, which may be one per sample, or fields of all samples", samples)
     return _rebuilt(part, [rows(child, which, samples, fields=fields) for child in children])
 
 

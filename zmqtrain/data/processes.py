@@ -34,6 +34,7 @@ from zmqtrain.data.nested import PLAIN, leaves
 from zmqtrain.data.partition import Indices
 from zmqtrain.death import die_with_parent
 from zmqtrain.errors import TaskError
+from zmqtrain.words import typed
 
 #: The longest temporary folder, in bytes: the path of a Unix socket has at most 107, of which multiprocessing's names take 32.
 LONGEST_FOLDER = 75
@@ -284,7 +285,7 @@ def _check_sent(leaf: Any) -> None:
         ForkingPickler.dumps(leaf)
     except Exception as error:
         raise TaskError(
-            f"a batch holds a {type(leaf).__name__}, which a loader process cannot send ({error}): convert it to tensors, or set "
+            f"a batch holds {typed(leaf)}, which a loader process cannot send ({error}): convert it to tensors, or set "
             "num_workers = 0"
         ) from error
 

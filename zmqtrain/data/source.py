@@ -33,6 +33,7 @@ from zmqtrain.data.loader import Collate, Transform
 from zmqtrain.data.partition import Indices
 from zmqtrain.data.processes import Processes
 from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.words import typed
 
 #: ``shard(dataset, rank, world)``: the part of a stream that one worker of ``world`` reads.
 Shard = Callable[[Any, int, int], Any]
@@ -183,18 +184,16 @@ def source_of(
 def _check(name: str, data: Any) -> None:
     if isinstance(data, Mapping):
         if data and all(isinstance(key, int) for key in data):
-            raise TaskError(f"{name} is a {type(data).__name__} of samples by number: pass a list, such as list(data.values())")
+            raise TaskError(f"{name} is {typed(data)} of samples by number: pass a list, such as list(data.values())")
         parts = ", ".join(map(repr, list(data)[:4]))
-        raise TaskError(
-            f"{name} is a {type(data).__name__} of {parts}: pass one of them, such as data[{next(iter(data), 'train')!r}]"
-        )
+        raise TaskError(f"{name} is {typed(data)} of {parts}: pass one of them, such as data[{next(iter(data), 'train')!r}]")
     if isinstance(data, str | bytes):
         raise TaskError(f"{name} is a string; it must be a dataset")
     if _is_stream(data):
         return
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise TaskError(
-            f"{name} is a {type(data).__name__}; it must be a map-style dataset, with len(data) and data[i], a stream of samples "
+            f"{name} is {typed(data)}; it must be a map-style dataset, with len(data) and data[i], a stream of samples "
             "with iter(data), or a DataLoader of either"
         )
     if len(data) == 0:

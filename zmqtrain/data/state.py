@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from zmqtrain.errors import CheckpointError
+from zmqtrain.words import typed
 
 #: A state is a position, not the data: a larger one, in bytes, is not kept.
 LARGEST_BYTES = 16 << 20
@@ -45,7 +46,7 @@ def _extended(value: Any) -> Any:
         value = np.asarray(value)
     if type(value) is np.ndarray and value.dtype.kind in _KINDS:
         return msgpack.ExtType(_ARRAY, _packed([value.dtype.str, list(value.shape), value.tobytes()]))
-    raise TypeError(f"a {type(value).__name__} cannot be stored")
+    raise TypeError(f"{typed(value)} cannot be stored")
 
 
 def _packed(value: Any) -> bytes:

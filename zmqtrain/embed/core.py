@@ -64,6 +64,7 @@ from zmqtrain.train.task import check_layers, check_model
 from zmqtrain.train.verifying import one_of_each
 from zmqtrain.waiting import to_the_end
 from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.words import typed
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -456,7 +457,7 @@ class Core:
         if operation not in ("sum", "mean"):
             raise UsageError(f'all_reduce: the operation must be "sum" or "mean", not {operation!r}')
         if not isinstance(tensor, Tensor):
-            raise UsageError(f"all_reduce takes a tensor, such as torch.tensor(value), not a {type(tensor).__name__}")
+            raise UsageError(f"all_reduce takes a tensor, such as torch.tensor(value), not {typed(tensor)}")
         if operation == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise UsageError(f'all_reduce(..., "mean") of {tensor.dtype}, which holds no fractions: use tensor.double()')
         flat = tensor.detach().cpu().contiguous()

@@ -22,6 +22,7 @@ from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.parallel.turns import turn
 from zmqtrain.wire.message import pack_value, unpack_value
 from zmqtrain.wire.payload import Value
+from zmqtrain.words import typed
 
 #: Options that choose how an update is computed on a device but do not change it; each side decides for itself.
 _IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -182,4 +183,4 @@ def _plain(value: object, where: str) -> Value:
         return float(value)
     if isinstance(value, tuple | list):
         return [_plain(item, where) for item in value]
-    raise TaskError(f"the optimizer's hyperparameter {where} is a {type(value).__name__}; it must be a number, string or list")
+    raise TaskError(f"the optimizer's hyperparameter {where} is {typed(value)}; it must be a number, string or list")

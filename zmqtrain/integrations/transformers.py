@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerCallback
 from zmqtrain.c10d.groups import Groups
 from zmqtrain.errors import UsageError
 from zmqtrain.integrations.between import Between, Kind, require_fit, require_kind
+from zmqtrain.words import typed
 
 
 def exchange(trainer: Trainer, kind: Kind, *, group_size: int | None = None, **options: Any) -> None:
@@ -67,7 +68,7 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **found: Any) -> None:
         replica, optimizer = self._trainer.model_wrapped, found["optimizer"]
         if not isinstance(replica, DistributedDataParallel):
-            raise UsageError(f"groups exchange beside DistributedDataParallel, but the trainer has made a {type(replica).__name__}")
+            raise UsageError(f"groups exchange beside DistributedDataParallel, but the trainer has made {typed(replica)}")
         inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
         clips = "max_grad_norm (its default clips: pass max_grad_norm=0)" if args.max_grad_norm else ""
         scales = getattr(optimizer, "scaler", None) is not None

@@ -21,6 +21,7 @@ from zmqtrain.train.slot import Slot
 from zmqtrain.train.structure import take_apart
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.words import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class FcLink:
 def _checked(activations: Sequence[Any], samples: int) -> Sequence[Tensor]:
     for place, each in enumerate(activations):
         if not isinstance(each, Tensor) or not each.dim() or each.shape[0] != samples:
-            found = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"that is a {type(each).__name__}"
+            found = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"that is {typed(each)}"
             raise UsageError(
                 f"a value {found} passes between the two phases (number {place + 1} of {len(activations)}); each must be a tensor "
                 f"with the batch's {samples} samples along its first dimension. Name another module in [exchange] split"

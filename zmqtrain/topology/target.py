@@ -16,6 +16,7 @@ from zmqtrain.topology.overrides import Override, load_overridden, overridden
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.topology.task_function import place_of
+from zmqtrain.words import typed
 
 #: What can be launched, simulated or planned.
 Target = str | PathLike[str] | Topology | Mapping[str, Any] | Callable[..., Any]
@@ -71,7 +72,7 @@ def job_of(target: Target, settings: Mapping[str, Any], changes: Mapping[str, An
             document = {"job": {"task": spec, "name": _name(spec), **({} if folder is None else {"python_path": [folder]})}}
         else:
             raise UsageError(
-                f"{caller}() got a {type(target).__name__}: give a topology file, a Topology, a mapping like a topology file, a "
+                f"{caller}() got {typed(target)}: give a topology file, a Topology, a mapping like a topology file, a "
                 'task ("module:function"), or the function itself'
             )
         topology = overridden(document, overrides, file=f"{caller}()", name=file.stem, lines={})
@@ -148,4 +149,4 @@ def _plain(value: Any, label: str) -> Any:
             return kind(value)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [_plain(item, label) for item in value]
-    raise UsageError(f"{label}: a {type(value).__name__} cannot be a setting: use strings, numbers, booleans, lists and mappings")
+    raise UsageError(f"{label}: {typed(value)} cannot be a setting: use strings, numbers, booleans, lists and mappings")

@@ -10,6 +10,7 @@ from sysconfig import get_path
 from typing import Any
 
 from zmqtrain.errors import UsageError
+from zmqtrain.words import typed
 
 
 def place_of(function: Callable[..., Any], caller: str) -> tuple[str, str | None]:
@@ -21,7 +22,7 @@ def place_of(function: Callable[..., Any], caller: str) -> tuple[str, str | None
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         raise UsageError(
-            f"{caller}() got a {type(function).__name__} as its task: give the function that returns the zmqtrain.Task, "
+            f"{caller}() got {typed(function)} as its task: give the function that returns the zmqtrain.Task, "
             'or its name, "module:function", since workers import it'
         )
     if not name.isidentifier():

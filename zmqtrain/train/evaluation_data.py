@@ -15,7 +15,7 @@ from zmqtrain.data.source import Source
 from zmqtrain.errors import TaskError
 from zmqtrain.train.batches import reader_of
 from zmqtrain.train.task import user_code
-from zmqtrain.words import counted
+from zmqtrain.words import counted, typed
 
 
 class EvaluationData:
@@ -25,7 +25,7 @@ class EvaluationData:
         self._source, self._finish = source, finish
         if isinstance(source.dataset, Iterator) and type(source.dataset).__module__ in ("builtins", "itertools"):
             raise TaskError(
-                f"{source.name} is a {type(source.dataset).__name__}, which can be read only once: pass a list of its samples, or "
+                f"{source.name} is {typed(source.dataset)}, which can be read only once: pass a list of its samples, or "
                 "an object whose __iter__ starts again each time, like an IterableDataset"
             )
         order = None if source.stream else source.order_of(0)

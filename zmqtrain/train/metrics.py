@@ -32,6 +32,7 @@ from zmqtrain.train.weighting import (
     tried_on_halves,
     weight_of,
 )
+from zmqtrain.words import typed
 
 Sums = npt.NDArray[np.float64]
 
@@ -117,7 +118,7 @@ def _number(name: str, value: Any) -> float:
         try:
             return float(value)
         except (TypeError, ValueError):
-            what = f"a {type(value).__name__}"
+            what = typed(value)
     raise TaskError(f"the metric {name!r}(output, target) returned {what}: let it return one number, or the pair (sum, weight)")
 
 

@@ -38,6 +38,7 @@ from zmqtrain.train.weighting import (
     require_weight,
 )
 from zmqtrain.train.work import StepResult
+from zmqtrain.words import typed
 
 Precision = Literal["float32", "bfloat16", "float16"]
 #: If looking at targets means waiting for the device, it is done only in this many first steps.
@@ -221,4 +222,4 @@ def _describe(loss: Callable[..., Any] | object) -> str:
     if isinstance(loss, Tensor):
         gradient = "" if loss.requires_grad else " that does not require a gradient"
         return f"a tensor of shape {list(loss.shape)}{gradient}"
-    return f"a {type(loss).__name__}"
+    return typed(loss)

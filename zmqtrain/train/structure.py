@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zmqtrain.errors import ProtocolError, TaskError
 from zmqtrain.wire.payload import Value
+from zmqtrain.words import typed
 
 
 def take_apart(target: Any) -> tuple[Value, list[Tensor]]:
@@ -28,7 +29,7 @@ def take_apart(target: Any) -> tuple[Value, list[Tensor]]:
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
             return {key: walk(each) for key, each in value.items()}
         raise TaskError(
-            f"a target of the task's data contains a {type(value).__name__}; with merged_fc targets are sent to the FC server, so "
+            f"a target of the task's data contains {typed(value)}; with merged_fc targets are sent to the FC server, so "
             "they must be tensors, or tuples, lists and dicts of tensors"
         )
 

@@ -36,6 +36,7 @@ from zmqtrain.train.callback import Callback
 from zmqtrain.train.checkpoint.folder import can_hold
 from zmqtrain.train.shadowed import OF_TASKS, beside_of, require_own, require_own_modules
 from zmqtrain.train.shared_storage import check_storage, storage_of
+from zmqtrain.words import typed
 
 #: Maps a batch's output and target to the mean over its samples, a tensor of one element.
 Measure: TypeAlias = Callable[[Any, Any], Tensor]
@@ -99,14 +100,12 @@ class Task:
 
     def __post_init__(self) -> None:
         if not isinstance(self.callbacks, Iterable):
-            raise TaskError(f"Task.callbacks is a {type(self.callbacks).__name__}; it must be a list of callbacks")
+            raise TaskError(f"Task.callbacks is {typed(self.callbacks)}; it must be a list of callbacks")
         if not isinstance(self.metrics, Mapping | None):
-            raise TaskError(f'Task.metrics is a {type(self.metrics).__name__}; it must be a mapping, such as {{"name": metric}}')
+            raise TaskError(f'Task.metrics is {typed(self.metrics)}; it must be a mapping, such as {{"name": metric}}')
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
-                raise TaskError(
-                    f"Task.callbacks has a {type(callback).__name__}: each must be an object of a zmqtrain.Callback class"
-                )
+                raise TaskError(f"Task.callbacks has {typed(callback)}: each must be an object of a zmqtrain.Callback class")
         for name in ("model", "loss", "optimizer"):
             if not callable(getattr(self, name)):
                 raise TaskError(_not_callable(name, getattr(self, name)))
@@ -164,7 +163,7 @@ class Task:
 
 
 def _not_callable(name: str, value: object) -> str:
-    return f"Task.{name} is a {type(value).__name__}; it must be a function (or a class), such as `{name}=lambda ...: ...`"
+    return f"Task.{name} is {typed(value)}; it must be a function (or a class), such as `{name}=lambda ...: ...`"
 
 
 def check_model(model: object) -> None:
@@ -222,7 +221,7 @@ def _check_state(model: nn.Module) -> None:
     other = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
     if other is not None:
         raise TaskError(
-            f"model.state_dict() of the model {type(model).__name__} has {other!r}, which is a {type(state[other]).__name__}, but "
+            f"model.state_dict() of the model {type(model).__name__} has {other!r}, which is {typed(state[other])}, but "
             "checkpoints and model.safetensors hold only tensors: let it return tensors by their names, as nn.Module does"
         )
     held = {storage_of(value) for value in state.values()}

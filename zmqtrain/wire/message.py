@@ -31,6 +31,7 @@ from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import Buffer, TensorPayload
 from zmqtrain.wire.value import ValuePayload
+from zmqtrain.words import typed
 
 MAGIC: Final = "zmqt"
 WIRE_VERSION: Final = 4
@@ -288,7 +289,7 @@ def check_value(value: object, depth: int, items: int) -> None:
     elif isinstance(value, _NEARLY_SCALARS):
         return
     else:
-        raise WireError(f"a {type(value).__name__} cannot be sent")
+        raise WireError(f"{typed(value)} cannot be sent")
     if depth <= 0:
         raise WireError("a value is nested too deeply")
     if len(members) > items:
@@ -307,7 +308,7 @@ def _shown(value: object) -> str:
     """A foreign value for an error's text. `repr` of deeply nested lists would overflow the stack."""
     if isinstance(value, (str, bytes)):
         return repr(value[:60])
-    return repr(value) if type(value) in _SCALARS else f"a {type(value).__name__}"
+    return repr(value) if type(value) in _SCALARS else typed(value)
 
 
 def _check_tag(tag: Sequence[Any], limits: Limits) -> None:
