@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from zmqtrain.errors import RunStopped, TaskError, UsageError
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.callback import Callback
-from zmqtrain.train.task import Task, check_layers, check_model, load_task, user_code
+from zmqtrain.train.task import Task, build_model, check_layers, check_model, load_task, user_code
 
 SOURCE = """
 from dataclasses import dataclass
@@ -193,10 +193,13 @@ def test_a_lazy_model_is_refused_until_it_has_seen_an_example() -> None:
 
 
 def test_a_model_without_values_is_refused() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(2, 2)
+    data = TensorDataset(torch.zeros(4, 2), torch.zeros(4))
+    empty = Task(
+        model=lambda: nn.Linear(2, 2, device="meta"), loss=nn.functional.mse_loss, optimizer=torch.optim.SGD, train_data=data
+    )
     with pytest.raises(TaskError, match="'weight' of the model Linear is on the device meta"):
-        check_model(model)
+        build_model(empty)
+    assert build_model(empty, without_content=True).weight.is_meta
 
 
 def test_a_relative_import_in_a_file_names_the_module(tmp_path: Path) -> None:

@@ -161,9 +161,9 @@ def _task_of(topology: Topology, data: str | None) -> Task:
     return load_task(job.task, job.args, data, folders=(".", *job.python_path))
 
 
-def _made(topology: Topology, task: Task) -> nn.Module:
+def _made(topology: Topology, task: Task, *, without_content: bool = False) -> nn.Module:
     torch.manual_seed(topology.job.seed)
-    return build_model(task)
+    return build_model(task, without_content=without_content)
 
 
 def _inputs(topology: Topology, task: Task, model: nn.Module) -> tuple[Any, ...]:
@@ -179,7 +179,7 @@ def _traced(topology: Topology, data: str | None) -> tuple[LayerShape, ...]:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of weights that are loaded into it, which does nothing
-            empty = _made(topology, task)
+            empty = _made(topology, task, without_content=True)
         return trace_layers(empty, _inputs(topology, task, empty), devices=("meta",))
     except (TaskError, UsageError):
         model = _made(topology, task)

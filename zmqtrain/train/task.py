@@ -181,12 +181,6 @@ def check_model(model: object) -> None:
             f"the model {type(model).__name__} has no parameters, so there is nothing to train. Are its layers assigned as "
             "attributes? (Layers in a plain list are not found; use torch.nn.ModuleList.)"
         )
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if empty:
-        raise TaskError(
-            f"the parameter {empty[0]!r} of the model {type(model).__name__} is on the device meta, where it has no values: let "
-            "Task.model() build it on the CPU"
-        )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise TaskError(
@@ -262,11 +256,17 @@ def shares_parameters(topology: Topology) -> bool:
     return not alone or exchange.kind == "model_server"
 
 
-def build_model(task: Task) -> nn.Module:
-    """The task's model, checked. Seed torch first."""
+def build_model(task: Task, *, without_content: bool = False) -> nn.Module:
+    """The task's model, checked. Seed torch first. ``without_content``: it may be on the device meta, for its shapes alone."""
     with user_code("Task.model()"):
         model = task.model()
     check_model(model)
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta and not without_content]
+    if empty:
+        raise TaskError(
+            f"the parameter {empty[0]!r} of the model {type(model).__name__} is on the device meta, where it has no values: let "
+            "Task.model() build it on the CPU"
+        )
     return model
 
 
