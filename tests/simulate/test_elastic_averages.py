@@ -12,54 +12,21 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.simulate.worlds import run
+from tests.simulate.worlds import STEPS, peers_topology, run
 from zmqtrain import Task
 from zmqtrain.simulate.explore import explore
 from zmqtrain.simulate.faults import Fault, kill, pause, restart, slow
 from zmqtrain.simulate.run import Options, simulate
-from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import find_checkpoints
 from zmqtrain.train.random_state import seed_everything
 
 METHODS = ["", 'method = "elastic"', 'method = "outer"', 'method = "outer", overlap_steps = 2, fragments = 2']
-STEPS = 24
-TOPOLOGY = """
-[job]
-steps = {steps}
-timeout = "5 s"
-elastic = true
-{job}
-[[hosts]]
-name = "h[1-{hosts}]"
-address = "10.0.0.1"
-slots = 1
-[compute]
-groups = {groups}
-group_size = {size}
-batch_size = 128
-device = "modelled"
-profile = "lenet"
-bucket_size = "64 KiB"
-noise = {{ kind = "normal", spread = 0.5 }}
-[exchange]
-kind = "averaging"
-every = {every}
-averaging = {{ {method} }}
-[network]
-bandwidth = "1 Gbit/s"
-latency = "100 us"
-[simulation]
-payload = "small"
-time_limit = 120
-[observe]
-trace_steps = 0
-"""
 
 
 def topology(method: str = "", *, every: int = 4, groups: int = 2, size: int = 2, job: str = "") -> Topology:
-    text = TOPOLOGY.format(steps=STEPS, method=method, every=every, groups=groups, size=size, hosts=groups * size, job=job)
-    return parse_topology(text)
+    exchange = f'kind = "averaging"\nevery = {every}\naveraging = {{ {method} }}'
+    return peers_topology(exchange, groups=groups, size=size, job=job)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,55 +14,20 @@ import torch
 from torch import nn
 
 from tests.simulate.test_elastic_averages import BATCH, GROUPS, TORCH_STEPS, Recipe, equal
-from tests.simulate.worlds import run
+from tests.simulate.worlds import STEPS, peers_topology, run
 from zmqtrain.simulate.explore import explore
 from zmqtrain.simulate.faults import Fault, kill, pause, restart, slow
 from zmqtrain.simulate.run import Options, simulate
-from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import find_checkpoints
 from zmqtrain.train.random_state import seed_everything
 
-STEPS = 24
 KINDS = ["", 'topology = "hypercube"', 'topology = "random"\nbalanced = false', 'exchange = "gradients"']
-TOPOLOGY = """
-[job]
-steps = {steps}
-timeout = "5 s"
-elastic = true
-{job}
-[[hosts]]
-name = "h[1-{hosts}]"
-address = "10.0.0.1"
-slots = 1
-[compute]
-groups = {groups}
-group_size = {size}
-batch_size = 128
-device = "modelled"
-profile = "lenet"
-bucket_size = "64 KiB"
-noise = {{ kind = "normal", spread = 0.5 }}
-[data]
-shuffle = "{shuffle}"
-[exchange]
-kind = "gossip"
-[exchange.gossip]
-{gossip}
-[network]
-bandwidth = "1 Gbit/s"
-latency = "100 us"
-[simulation]
-payload = "small"
-time_limit = 120
-[observe]
-trace_steps = 0
-"""
 
 
 def topology(gossip: str = "", *, groups: int = 2, size: int = 2, job: str = "", shuffle: str = "global") -> Topology:
-    filled = TOPOLOGY.format(steps=STEPS, gossip=gossip, groups=groups, size=size, hosts=groups * size, job=job, shuffle=shuffle)
-    return parse_topology(filled)
+    exchange = f'kind = "gossip"\n[exchange.gossip]\n{gossip}'
+    return peers_topology(exchange, groups=groups, size=size, job=job, shuffle=shuffle)
 
 
 @pytest.mark.parametrize("gossip", KINDS)

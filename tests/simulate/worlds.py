@@ -87,6 +87,46 @@ def servers_topology(staleness: str, *, servers: int, epochs: bool = False, job:
     return parse_topology(text)
 
 
+PEERS = """
+[job]
+steps = {steps}
+timeout = "5 s"
+elastic = true
+{job}
+[[hosts]]
+name = "h[1-{hosts}]"
+address = "10.0.0.1"
+slots = 1
+[compute]
+groups = {groups}
+group_size = {size}
+batch_size = 128
+device = "modelled"
+profile = "lenet"
+bucket_size = "64 KiB"
+noise = {{ kind = "normal", spread = 0.5 }}
+[data]
+shuffle = "{shuffle}"
+[exchange]
+{exchange}
+[network]
+bandwidth = "1 Gbit/s"
+latency = "100 us"
+[simulation]
+payload = "small"
+time_limit = 120
+[observe]
+trace_steps = 0
+"""
+
+
+def peers_topology(exchange: str, *, groups: int = 2, size: int = 2, job: str = "", shuffle: str = "global") -> Topology:
+    """Elastic groups of several workers without servers, of 24 steps. ``exchange``, ``job``: settings of these sections."""
+    return parse_topology(
+        PEERS.format(steps=STEPS, exchange=exchange, groups=groups, size=size, hosts=groups * size, job=job, shuffle=shuffle)
+    )
+
+
 def teams_topology(staleness: str, *, groups: int = 2, size: int = 2, epochs: bool = False, job: str = "") -> Topology:
     """The same with groups of several workers."""
     length, batch = ("epochs = 1", 2000) if epochs else (f"steps = {STEPS}", 128)
