@@ -24,7 +24,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.case import Case, case_of
+from benchmarks.case import Case, Ratio, case_of
 from benchmarks.compression import profile_of
 from zmqtrain import Task
 from zmqtrain.errors import UsageError, ZmqTrainError
@@ -53,6 +53,8 @@ PROBLEMS = {
     "transformer": Problem(batch=64, epochs=20, lr=2e-3, metric="eval_loss"),
 }
 PARTS = (*PROBLEMS,)
+#: The unit of each metric, and which of two values is divided by the other.
+_COMPARED: dict[str, tuple[str, Ratio]] = {"eval_accuracy": ("%", "value/peer"), "eval_loss": ("nats", "peer/value")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,7 @@ def bench_accuracy(parts: Sequence[str] = (), *, data: str | None = None, ways: 
                 continue
             reached = sorted(trained(name, task, WAYS[way], seed) for seed in SEEDS)
             case, value = f"{name}, {way}", statistics.median(reached)
-            is_loss = PROBLEMS[name].metric == "eval_loss"
-            unit, ratio = "nats" if is_loss else "%", one / value if one and is_loss else value / (one or value)
+            unit, ratio = _COMPARED[PROBLEMS[name].metric]
             yield case_of("accuracy", case, value, unit, "one process", one, ratio, digits=4)
             one = one or value
             yield case_of("accuracy", f"{case}, the lowest seed", reached[0], unit, digits=4)

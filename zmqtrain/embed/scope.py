@@ -149,7 +149,9 @@ class StepState:
         return DIFFERENT_SCALES if not kinds and abs(scale) > 1e-5 * abs(self.constants.scale) else ""
 
     def has_the_others_loss(self, means: Sequence[float]) -> bool:
-        return math.isfinite(self.loss) and abs(means[4] - self.loss) <= 1e-14 * abs(self.loss) and self.loss != 0
+        """Whether it is the mean of all, as in ``means``: of `numbers` over all workers. Not if the loss is not known."""
+        _, _, _, _, loss, *_ = means
+        return math.isfinite(self.loss) and abs(loss - self.loss) <= 1e-14 * abs(self.loss) and self.loss != 0
 
     def _apart(self, difference: float, of: tuple[float, float]) -> bool:
         return abs(difference) > self.tolerance * (abs(of[0]) + abs(of[1]))

@@ -37,9 +37,10 @@ def refers_to_itself(model: nn.Module) -> bool:
     own |= {
         id(each) for module in model.modules() for each in vars(module).values() if isinstance(each, Tensor | list | dict | set)
     }
+    own.discard(id(None))  # what is registered may be None
     seen: set[int] = set()
     functions = [function for module in model.modules() for function in _functions(module)]
-    return any(_refers(each, own - {id(None)}, seen) for each in functions)
+    return any(_refers(each, own, seen) for each in functions)
 
 
 def _functions(module: nn.Module) -> Iterator[FunctionType]:
