@@ -9,14 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zmqtrain.errors import CheckpointError, TaskError
-from zmqtrain.exchange.optimizer import is_torchs_own, require_state
+from zmqtrain.exchange.optimizer import require_state
 
 ANOTHER_MODEL = "it belongs to another model; use a checkpoint of this model, or start without it"
-
-#: What schedules set.
-_SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "weight_decay"})
-#: Attributes of every optimizer.
-_TORCHS = frozenset({"defaults", "param_groups", "state"})
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -41,43 +36,6 @@ def require_kept_state(optimizer: Optimizer) -> None:
                     f"{type(value).__name__}, but checkpoints hold only tensors and numbers: keep it as one of these, or leave out "
                     "checkpoints ([job] checkpoint_every = 0)"
                 )
-
-
-def beside_state(optimizer: Optimizer) -> dict[str, object]:
-    """What an optimizer has beside the ``state`` of each parameter, such that changes show: in its groups, as attributes of its
-    own, and in ``state`` under other keys."""
-    groups, known = enumerate(optimizer.param_groups), {p for group in optimizer.param_groups for p in group["params"]}
-    values = {f"{key}/{number}": value for number, group in groups for key, value in group.items() if key != "params"}
-    values |= {key: value for key, value in vars(optimizer).items() if key[0] != "_" and key not in _TORCHS}
-    values |= {f"state[{key!r:.40}]": value for key, value in optimizer.state.items() if key not in known}
-    return {key: _shown(value) for key, value in values.items() if isinstance(value, int | float | Tensor | list | tuple | dict)}
-
-
-def _shown(value: object) -> object:
-    """Something that does not change with ``value``, and is another one if that changes."""
-    if isinstance(value, int | float):
-        return value
-    if isinstance(value, Tensor) and value.numel() and not value.is_complex():
-        return float(value.detach().double().norm())
-    if isinstance(value, list | tuple | dict):
-        return [_shown(each) for each in (value.values() if isinstance(value, dict) else value)]
-    return None
-
-
-def forgotten_warning(optimizer: Optimizer, before: Mapping[str, object], scheduled: bool) -> str | None:
-    """A warning about values that a checkpoint does not hold, although they have changed since `beside_state` returned ``before``;
-    ``None`` if there are none. ``scheduled``: a schedule sets rates, and does so again in a resumed run."""
-    if is_torchs_own(optimizer):
-        return None
-    now = beside_state(optimizer)
-    changed = dict.fromkeys(key.partition("/")[0] for key, value in now.items() if before.get(key) != value)
-    names = [repr(key) for key in changed if not (scheduled and key in _SCHEDULED)]
-    if not names:
-        return None
-    return (
-        f"the optimizer {type(optimizer).__qualname__} changes {', '.join(names)} beside its state, which checkpoints do not hold: "
-        "a resumed run begins with the first values. Keep what must go on in optimizer.state[parameter]"
-    )
 
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:

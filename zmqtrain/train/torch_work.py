@@ -44,9 +44,10 @@ from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.make import device_of
 from zmqtrain.train.divided import make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
+from zmqtrain.train.forgotten import Forgotten
 from zmqtrain.train.loss_scale import LossScale
 from zmqtrain.train.metrics import require_metric
-from zmqtrain.train.optimizer_state import beside_state, forgotten_warning, require_kept_state
+from zmqtrain.train.optimizer_state import require_kept_state
 from zmqtrain.train.own_samples import (
     buffers_warning,
     differing_buffers,
@@ -136,7 +137,7 @@ class TorchWork:
             else:
                 self._evaluation = remote.make_evaluation(task, self._replica, device, evaluation)
         self._update_s = 0.0
-        self._beside: dict[str, object] | None = beside_state(self._replica.optimizer)  # until the first checkpoint
+        self._forgotten: Forgotten | None = Forgotten(self._replica.model, self._replica.optimizer)  # until the first checkpoint
         self._state_unseen = bool(context.topology.job.checkpoint_every) and not is_torchs_own(self._replica.optimizer)
         self._members = members
         self._ordinary = built.ordinary
@@ -269,10 +270,9 @@ class TorchWork:
 
     async def save(self, endpoint: Endpoint, exchange: Exchange, step: int) -> None:
         await self._device.run(self._replica.take_copies)
-        if self._beside is not None:
-            beside, self._beside = self._beside, None
-            warning = forgotten_warning(self._replica.optimizer, beside, self._schedule is not None)
-            if warning is not None and self._context.role.index == 0:
+        if self._forgotten is not None:
+            forgotten, self._forgotten = self._forgotten, None
+            for warning in forgotten.warnings(scheduled=self._schedule is not None) if self._context.role.index == 0 else ():
                 self._context.recorder.event("warning", step=step, text=warning)
         await self._saver(endpoint, self._there(step)).save(step, self._replica, exchange, self._device)
 
