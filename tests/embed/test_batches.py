@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from tests.embed.world import run_sessions, topology_of
 from zmqtrain.embed.session import Session
-from zmqtrain.errors import TaskError
+from zmqtrain.errors import TaskError, UsageError
 
 GENERATOR = torch.Generator().manual_seed(3)
 DATA, OTHER = (TensorDataset(torch.randn(48, 6, generator=GENERATOR, dtype=torch.float64), torch.arange(48) % 3) for _ in range(2))
@@ -132,3 +132,29 @@ def test_an_epoch_of_a_stream_that_has_ended_for_good_is_an_error() -> None:
 
     with pytest.raises(TaskError, match=r"not a single batch in this epoch: .* an iterator that has ended"):
         run_sessions(topology_of(compute={"groups": 1, "group_size": 2}), program)
+
+
+def test_the_number_of_batches_is_known_before_the_first() -> None:
+    """`OneCycleLR(steps_per_epoch=len(...))` and progress bars ask for it; it begins no epoch, and counts none."""
+    counted: list[tuple[int, ...]] = []
+
+    def counting(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        steps = len(session.batches(DATA, batch_size=7))
+        first = session.batches(DATA, batch_size=7)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, steps_per_epoch=len(first), epochs=1)
+        taken = 0
+        for inputs, target in first:
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), target).backward()
+            optimizer.step()
+            schedule.step()
+            taken += 1
+        other = session.batches(DATA, 0, batch_size=7, first=2)
+        counted.append((steps, taken, len(first), len(other), len(list(other)), bool(first)))
+        with pytest.raises(TypeError, match="a stream has no length"):
+            len(session.batches(iter([])))
+        with pytest.raises(UsageError, match="must be a whole number"):
+            len(session.batches(DATA, batch_size=0))
+
+    trained(counting, 2)
+    assert counted == [(6, 6, 6, 4, 4, True)] * 2

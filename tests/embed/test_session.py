@@ -114,6 +114,7 @@ async def test_the_same_in_an_event_loop() -> None:
             schedule.step()
             return loss.item()
 
+        assert len(session.batches(DATA, batch_size=50)) == 240 // 50
         async for inputs, target in session.batches(DATA, batch_size=50):
             seen.append((inputs, target))
             session.report(loss=await session.run(step, inputs, target))

@@ -25,7 +25,7 @@ from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.seeding import seed_torch
 from zmqtrain.data.source import Shard
 from zmqtrain.embed.device import CallersDevice
-from zmqtrain.embed.feed import Feed, StreamFeed, make_feed
+from zmqtrain.embed.feed import Feed, StreamFeed, make_feed, steps_of
 from zmqtrain.embed.grid.begin import begin_alike as begin_grid_alike
 from zmqtrain.embed.grid.meeting import Meetings
 from zmqtrain.embed.grid.model import DividedScript
@@ -312,9 +312,8 @@ class Core:
                 f"this worker replaces one that was lost, and the others are already at step {self._step}: say where its data "
                 f"continues with session.batches(data, epoch, first=N), which skips N batches of the epoch"
             )
-        for name, number, least in (("epoch", epoch, 0), ("batch_size", batch_size, 1)):
-            if number is not None and (not isinstance(number, Integral) or isinstance(number, bool) or number < least):
-                raise UsageError(f"session.batches({name}={number!r}): it must be a whole number from {least} on")
+        _require_whole("epoch", epoch, 0)
+        _require_whole("batch_size", batch_size, 1)
         if epoch is None:
             _, epoch = self._epochs.get(id(data), (data, 0))
             if trains:
@@ -324,6 +323,17 @@ class Core:
         if isinstance(feed, StreamFeed) and self.context.topology.elastic:
             await self.context.membership.need_all("its data is a stream, and no other worker can take over a part of it")
         return feed
+
+    def count_batches(self, data: Any, batch_size: int | None, shard: Shard | None, first: int | None) -> int:
+        """The batches of an epoch from number ``first`` on. Raises `TypeError` for a stream, and what `begin_batches` raises."""
+        _require_whole("batch_size", batch_size, 1)
+        steps = steps_of(self.context, data, batch_size, shard)
+        if steps is None:
+            raise TypeError(
+                "a stream has no length: nobody knows how many batches an epoch has before it has ended. Give the number to what "
+                "asks for it (steps_per_epoch=..., total=...)"
+            )
+        return max(0, steps - (first or 0))
 
     async def next_batch(self, feed: Feed, *, trains: bool) -> Batch | None:
         """The next batch as it was collated, as the only input; ``None`` at the end. ``trains``: it is not for an evaluation, so
@@ -600,6 +610,11 @@ class Guarded(Generic[T]):
     def close(self) -> None:
         """Close the coroutine without awaiting it."""
         self._coroutine.close()
+
+
+def _require_whole(name: str, number: object, least: int) -> None:
+    if number is not None and (not isinstance(number, Integral) or isinstance(number, bool) or number < least):
+        raise UsageError(f"session.batches({name}={number!r}): it must be a whole number from {least} on")
 
 
 def _staging(device: torch.device) -> Staging | None:

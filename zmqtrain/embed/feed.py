@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.loader import Fetch, Finish, Loader
-from zmqtrain.data.source import Shard, source_of
+from zmqtrain.data.source import Shard, Source, source_of
 from zmqtrain.data.stream import StreamLoader, StreamPlace
 from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.membership.context import RoleContext
@@ -73,6 +73,26 @@ class StreamFeed:
         await self._loader.close(timeout_s)
 
 
+def source_for(context: RoleContext, data: Any, batch_size: int | None, shard: Shard | None) -> tuple[Source, int]:
+    """``data`` as `zmqtrain.data.source` takes it, and the samples of the whole group's batch. Raises `UsageError` and `TaskError`
+    for data that cannot be divided."""
+    topology = context.topology
+    source = source_of("the session's data", data, shard=shard)
+    size = batch_size or source.batch_size or topology.compute.batch_size
+    if topology.data.shuffle == "ring":
+        raise UsageError('[data] shuffle = "ring" is for tasks: use "global" or "none" with your own training loop')
+    if topology.compute.parts == "measured":
+        raise UsageError('[compute] parts = "measured" is for tasks: with your own training loop give weights, or remove parts')
+    source.require(size, topology.data.shuffle)
+    return source, size
+
+
+def steps_of(context: RoleContext, data: Any, batch_size: int | None, shard: Shard | None) -> int | None:
+    """The batches of an epoch; ``None`` for a stream, which has no length. Raises what `source_for` raises."""
+    source, size = source_for(context, data, batch_size, shard)
+    return None if source.stream else partition_of(source, context.placement.groups, context.topology, size).steps_per_epoch
+
+
 def make_feed(
     context: RoleContext,
     data: Any,
@@ -84,15 +104,9 @@ def make_feed(
     *,
     first: int = 0,
 ) -> Feed:
-    """``data`` as `zmqtrain.data.source` takes it; from batch ``first`` of the epoch on. Raises `UsageError` and `TaskError`."""
+    """The batches of an epoch from number ``first`` on. Raises what `source_for` raises."""
     topology, role, placement = context.topology, context.role, context.placement
-    source = source_of("the session's data", data, shard=shard)
-    size = batch_size or source.batch_size or topology.compute.batch_size
-    if topology.data.shuffle == "ring":
-        raise UsageError('[data] shuffle = "ring" is for tasks: use "global" or "none" with your own training loop')
-    if topology.compute.parts == "measured":
-        raise UsageError('[compute] parts = "measured" is for tasks: with your own training loop give weights, or remove parts')
-    source.require(size, topology.data.shuffle)
+    source, size = source_for(context, data, batch_size, shard)
     shares = Shares.of(topology, placement, role, size)
     finish = Finish(_as_collated, pin=pin if source.pin is None else source.pin)
     seed = topology.job.seed

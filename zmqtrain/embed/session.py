@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -36,6 +36,7 @@ from torch import Tensor
 from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.source import Shard
 from zmqtrain.embed.core import Core, M, O
+from zmqtrain.embed.epoch import AsyncBatches, Batches
 from zmqtrain.embed.own_run import enter_world
 from zmqtrain.embed.place import Place
 from zmqtrain.errors import ConnectivityError, RunStopped
@@ -96,7 +97,7 @@ class Session(Place):
         batch_size: int | None = None,
         shard: Shard | None = None,
         first: int | None = None,
-    ) -> Iterator[Any]:
+    ) -> Batches:
         """This worker's batches of an epoch, as they are collated (tuples ``(input, ..., target)``, mappings, ...), on `device`.
 
         Args:
@@ -112,9 +113,17 @@ class Session(Place):
         Samples that do not fill a step of all groups are left out. A stream ends for all workers when it has ended for one of
         them, so all of them must take its batches equally often.
 
+        ``len()`` of what is returned is the number of batches, for schedules and progress bars; a stream has none (`TypeError`).
+
         Raises `UsageError` and `TaskError` for data that cannot be divided, and `UsageError` if ``first`` is missing on a worker
         that replaces a lost one in the middle of an epoch (see docs/sessions.md).
         """
+        count = partial(self._core.count_batches, data, batch_size, shard, first)
+        return Batches(self._each_batch(data, epoch, batch_size, shard, first), count)
+
+    def _each_batch(
+        self, data: Any, epoch: int | None, batch_size: int | None, shard: Shard | None, first: int | None
+    ) -> Generator[Any]:
         core = self._core
         trains = torch.is_grad_enabled()
         thread = threading.get_ident()
@@ -201,7 +210,7 @@ class AsyncSession(Place):
         """As `Session.clip_grad_value_`; call it only inside `run`."""
         self._core.clip_grad_value_(clip_value)
 
-    async def batches(
+    def batches(
         self,
         data: Any,
         epoch: int | None = None,
@@ -209,8 +218,14 @@ class AsyncSession(Place):
         batch_size: int | None = None,
         shard: Shard | None = None,
         first: int | None = None,
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncBatches:
         """Like `Session.batches`."""
+        count = partial(self._core.count_batches, data, batch_size, shard, first)
+        return AsyncBatches(self._each_batch(data, epoch, batch_size, shard, first), count)
+
+    async def _each_batch(
+        self, data: Any, epoch: int | None, batch_size: int | None, shard: Shard | None, first: int | None
+    ) -> AsyncGenerator[Any]:
         core = self._core
         feed = await core.begin_batches(data, epoch, batch_size, shard, first, trains=torch.is_grad_enabled())
         try:
