@@ -410,7 +410,8 @@ EVENTS: Mapping[str, tuple[str, str]] = {
 #: Keys of summary.json that follow from events.
 SUMMARY: Mapping[str, str] = {
     "steps": "steps of the furthest worker",
-    "samples": "samples trained on, by all workers together",
+    "resumed_at": "the step of the checkpoint with which this run began; null if it began anew",
+    "samples": "samples trained on in this run, by all workers together",
     "training_seconds": "from the beginning of the first step to the end of the last, in seconds",
     "samples_per_s": "samples divided by these seconds",
     "step_s": "seconds of a step: `median` and `p90` over all workers' steps",

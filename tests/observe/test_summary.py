@@ -38,6 +38,24 @@ def test_a_run_without_a_step_says_no_more_than_that() -> None:
     assert not [line for line in others if "median" in line]
 
 
+def resumed(summary: Summary, at: int) -> Summary:
+    for rank in range(2):
+        add(summary, f"worker/{rank}", "start", at, 100.0, {"steps": 60, "restored": True})
+    add(summary, "worker/2", "start", at + 1, 102.0, {"steps": 60, "restored": True})  # it has joined later
+    return summary
+
+
+def test_a_resumed_run_says_which_steps_are_its_own() -> None:
+    summary = resumed(Summary(), 40)
+    assert closing_lines(summary, 2.0, "")[0] == "done in 2.0 s: nothing was left to train after step 40"
+    step(summary, 0, 40, 101.0)
+    assert closing_lines(summary, 2.0, "")[0].startswith("done in 2.0 s: step 41, 32 samples")
+    step(summary, 1, 41, 102.0)
+    assert closing_lines(summary, 2.0, "")[0].startswith("done in 2.0 s: steps 41 to 42, 64 samples")
+    assert summary.to_dict()["resumed_at"] == 40
+    assert resumed(Summary(), 0).to_dict()["resumed_at"] is None
+
+
 def test_steps_are_a_groups_and_samples_are_all_workers() -> None:
     summary = Summary()
     for number in range(3):

@@ -60,6 +60,7 @@ def test_an_installed_module_is_found() -> None:
         ("missing.py:task", "there is no file .*missing.py"),
         ("one.missing:task", "there is no module one.missing. Install it, or add its folder to .job. python_path"),
         ("nowhere.at.all:task", "there is no module nowhere"),
+        ("train.ipynb:task", "train.ipynb is a notebook, which other processes cannot import"),
         ("one.two.job:tusk", "has no function 'tusk'; did you mean 'task'"),
         ("broken.py:task", "cannot be read"),
         ("math:sin", "is not a Python source file"),

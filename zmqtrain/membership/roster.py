@@ -599,7 +599,7 @@ class Roster:
         self._version += 1
         self._told = self._version
         self._run.go(State.RUNNING)
-        reason = f"all {len(self._members)} have joined"
+        reason = f"all processes have joined: {self._members.here_in_words()}"
         value = self.view().to_value()
         answers = self._joining.answer_all(value, reason)
         # Agents did not wait; from now on they may be without a coordinator for a while.

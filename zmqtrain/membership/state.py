@@ -9,6 +9,7 @@ from enum import Enum
 
 from zmqtrain.membership.view import Member, MemberKind, View
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.words import counted
 
 
 class State(Enum):
@@ -95,6 +96,16 @@ class Entry:
         return self.presence in (Presence.LEFT, Presence.LOST, Presence.ABSENT)
 
 
+#: The kinds of members as people read them.
+_WORDS: dict[MemberKind, str] = {
+    "worker": "worker",
+    "server": "model server",
+    "fc": "FC server",
+    "agent": "agent",
+    "observer": "observer",
+}
+
+
 class MemberTable:
     """All peers that are expected or have joined, including observers, with what is known about each."""
 
@@ -154,6 +165,12 @@ class MemberTable:
     def count_here(self) -> int:
         """How many have joined and are still in the run."""
         return self._count(Presence.HERE)
+
+    def here_in_words(self) -> str:
+        """Who has joined and is still in the run, like ``2 workers, 1 model server and 1 agent``."""
+        counts = {word: self._counts[kind][Presence.HERE] for kind, word in _WORDS.items()}
+        *others, last = [counted(count, word) for word, count in counts.items() if count]
+        return f"{', '.join(others)} and {last}" if others else last
 
     def one_gone(self) -> Entry | None:
         """One that will never join (again), if there is any."""

@@ -293,9 +293,14 @@ def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in values["eval"].items())
     step, exposed = values["step_s"]["median"], values["exposed_communication_s"]["median"]
     rate = "" if values["samples_per_s"] is None else f", {values['samples_per_s']:,.0f} samples/s while training"
-    lines = [
-        f"done in {rounded_duration(seconds)}: {counted(values['steps'], 'step')}, {counted(values['samples'], 'sample')}{rate}"
-    ]
+    trained = f"{counted(values['steps'], 'step')}, {counted(values['samples'], 'sample')}{rate}"
+    before = values["resumed_at"]
+    if before is not None:
+        steps = "step" if values["steps"] == before + 1 else f"steps {before + 1:,} to"
+        trained = f"{steps} {values['steps']:,}, {counted(values['samples'], 'sample')}{rate}"
+        if values["steps"] <= before:
+            trained = f"nothing was left to train after step {before:,}"
+    lines = [f"done in {rounded_duration(seconds)}: {trained}"]
     if step is not None:
         lines.append(f"step {rounded_time(step)} (median), of which {rounded_time(exposed)} waiting for the network")
     if values["staleness"]["histogram"]:

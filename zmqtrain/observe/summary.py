@@ -42,6 +42,7 @@ class Summary:
         self._not_kept: dict[int, str] = {}  # step -> why its checkpoint is not complete
         self._momentum = _MomentumSeen()
         self._slow: list[dict[str, Any]] = []
+        self._first: int | None = None  # the step at which the first worker began
         self._began: float | None = None
         self._ended: float | None = None
 
@@ -52,8 +53,8 @@ class Summary:
             self._add_step(event["rank"], event["step"], event["time"], values)
         elif event["kind"] == SUMS:
             self._add_sums(event, values)
-        elif event["kind"] == "start" and isinstance(values.get("data"), Mapping):
-            self._data = dict(values["data"])
+        elif event["kind"] == "start":
+            self._add_start(event["step"], values)
         elif event["kind"] == "eval":
             self.eval.update(metrics_of(values))
         elif event["kind"] == "server":
@@ -82,6 +83,13 @@ class Summary:
         spread = values.get("replica_spread")
         if isinstance(spread, int | float):
             self._spread = float(spread)
+
+    def _add_start(self, step: int | None, values: Mapping[str, Any]) -> None:
+        if isinstance(values.get("data"), Mapping):
+            self._data = dict(values["data"])
+        # A worker that joins a run in progress, or begins again, starts later than the others have.
+        if step is not None:
+            self._first = step if self._first is None else min(self._first, step)
 
     def _add_step(self, rank: int, step: int | None, time: float, values: Mapping[str, Any]) -> None:
         seconds = float(values.get("seconds", 0.0))
@@ -148,6 +156,7 @@ class Summary:
         seconds = self.training_seconds
         return {
             "steps": self.steps,
+            "resumed_at": self._first or None,
             "samples": self.samples,
             "training_seconds": seconds,
             "samples_per_s": self.samples / seconds if seconds > 0 else None,

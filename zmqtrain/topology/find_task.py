@@ -67,6 +67,11 @@ def _module(task: str, name: str, folders: Sequence[str | Path]) -> Path:
             spec = importlib.util.find_spec(part)
         if spec is None:
             missing = ".".join(parts[: number + 1])
+            if parts[-1] == "ipynb":
+                raise UsageError(
+                    f"[job] task = {task!r}: {name} is a notebook, which other processes cannot import. Begin the cell that makes "
+                    "the task with `%%writefile FILE.py`, and name that file"
+                )
             raise UsageError(
                 f"[job] task = {task!r}: there is no module {missing}. Install it, or add its folder to [job] python_path"
             )
