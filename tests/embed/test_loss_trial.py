@@ -201,7 +201,15 @@ def test_a_factor_of_any_size_may_multiply_a_loss(scale: float) -> None:
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("loss", [lambda s, t: entropy(s, t, reduction="sum"), lambda s, t: each(s, t)[t > 0].mean()])
+BY_PIECES: dict[str, Loss] = {
+    "torch's sum": lambda s, t: entropy(s, t, reduction="sum"),
+    "mean of some": lambda s, t: each(s, t)[t > 0].mean(),
+    "a sum by hand": lambda s, t: (s - 1).square().sum(),
+    "correlations": lambda s, t: (s.T @ s / len(s) - torch.eye(3)).square().sum(),
+}
+
+
+@pytest.mark.parametrize("loss", BY_PIECES.values(), ids=list(BY_PIECES))
 def test_losses_of_a_loop_that_never_calls_the_model_itself_are_looked_at_too(loss: Loss) -> None:
     def program(session: Session) -> None:
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
@@ -215,3 +223,59 @@ def test_losses_of_a_loop_that_never_calls_the_model_itself_are_looked_at_too(lo
 
     with pytest.raises(TaskError, match="not a mean over this worker's samples"):
         run_sessions(PAIR, program)
+
+
+def hidden_penalty(session: Session, penalty: Callable[[Tensor], Tensor]) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    hidden: list[Tensor] = []
+    model[1].register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    model, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + session.rank)
+        inputs, target = torch.randn(4, 6, generator=generator), torch.arange(4) % 3
+        optimizer.zero_grad()
+        loss = entropy(model(inputs), target) + 0.01 * penalty(hidden.pop())
+        loss.backward()
+        optimizer.step()
+
+
+def test_a_sum_of_hidden_activations_is_refused() -> None:
+    run_sessions(PAIR, lambda session: hidden_penalty(session, lambda h: h.abs().sum() / len(h)))
+    with pytest.raises(TaskError, match="a sum over the samples"):
+        run_sessions(PAIR, lambda session: hidden_penalty(session, lambda h: h.abs().sum()))
+
+
+class Codes(nn.Module):
+    """An autoencoder whose decoder normalizes over the batch."""
+
+    def __init__(self, *, earlier: bool) -> None:
+        super().__init__()
+        self.encoder, self.earlier = nn.Linear(6, 3), earlier
+        self.decoder = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        codes = self.encoder(inputs).tanh()
+        outputs = self.decoder(codes)
+        return (codes, outputs) if self.earlier else (outputs, codes)
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_model_that_couples_samples_between_its_outputs_is_no_loss_that_does(earlier: bool) -> None:
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    both = Codes(earlier=earlier)(inputs)
+    codes, outputs = both if earlier else both[::-1]
+    fine = [
+        functional.mse_loss(outputs, inputs),
+        functional.mse_loss(outputs, inputs) + codes.square().sum() / len(codes),
+        (outputs.square().mean(1) * codes.square().mean(1)).mean(),
+        functional.mse_loss(outputs, inputs) + codes.exp().mean(),
+    ]
+    assert [couples(loss, both) for loss in fine] == [False] * len(fine)
+    coupled = [
+        functional.mse_loss(outputs, inputs) + 0.1 * (codes.T @ codes / len(codes) - torch.eye(3)).square().sum(),
+        functional.mse_loss(outputs, inputs) + 0.1 * codes.mean(0).square().sum(),
+        functional.mse_loss(outputs, inputs) + 0.1 * outputs.mean(0).square().sum(),
+        (outputs.mean(0).sum() * codes.mean(0).sum()),
+    ]
+    assert [couples(loss, both) for loss in coupled] == [True] * len(coupled)

@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from zmqtrain.embed.pieces import Pieces
 from zmqtrain.errors import TaskError
-from zmqtrain.train.hooks import OwnHook
 from zmqtrain.train.loss_graph import not_a_mean, watch_backward
 from zmqtrain.train.loss_sums import HIDDEN, hidden, summed
-from zmqtrain.train.loss_trial import MOST_OUTPUTS, OF_SAMPLES, Constants, constants_of, couples, foreign_parameters, rows_of
+from zmqtrain.train.loss_trial import OF_SAMPLES, Constants, constants_of, couples, foreign_parameters
 from zmqtrain.train.step import STEPS_LOOKED_AT
 from zmqtrain.train.weighting import LOSSES_TRIED
 
@@ -64,22 +62,22 @@ class LossWatch:
                 process have losses of their own.
             remark: called with what the user should know of a loss that need not be wrong.
         """
-        self._model, self._batches, self._is_own_thread, self._remark = model, batches, is_own_thread, remark
+        self._batches, self._is_own_thread, self._remark = batches, is_own_thread, remark
         self._own = frozenset(map(id, parameters))
         #: Within `zmqtrain.embed.replicated.Replicated.accumulating`: second derivatives are not tried there.
         self.only_adding = False
         self._are_means = True
         self._constants = Constants()  # of this step's losses
         self._value = 0.0  # the sum of this step's losses, as far as they were read
-        self._outputs: list[Tensor] = []  # of the forwards since the last backward, while losses are tried
+        self._pieces = Pieces(model, lambda: self._batches().own)  # while losses are tried
         self._foreign: dict[int, nn.Parameter] = {}
         self._trials = LOSSES_TRIED  # how many more losses are differentiated twice
         self._reads = STEPS_LOOKED_AT  # how many more losses are looked at if that means waiting for a device
 
     def attach(self) -> list[Callable[[], None]]:
         """Begin to watch. Returns the functions that end it."""
-        keep = self._model.register_forward_hook(OwnHook(self._after_forward), with_kwargs=True)
-        return [watch_backward(self._before_backward), keep.remove]
+        self._pieces.attach()
+        return [watch_backward(self._before_backward), self._pieces.detach]
 
     @contextmanager
     def weighted_by_the_user(self) -> Iterator[None]:
@@ -109,7 +107,7 @@ class LossWatch:
         """Raises `TaskError` if ``loss`` is no mean over samples. Called in the thread of some session."""
         if not self._is_own_thread():
             return
-        outputs, self._outputs = self._outputs, []
+        taken = self._pieces.take()
         if not self._are_means:
             return
         read = loss.device.type == "cpu" or self._reads > 0
@@ -121,20 +119,12 @@ class LossWatch:
         if self._trials and loss.numel() == 1 and not self.only_adding:
             self._trials -= 1
             self._foreign |= {id(each): each for each in foreign_parameters(loss, self._own)}
+            outputs = taken.outputs
             wholes = self._batches().wholes(len(outputs[-1])) if outputs else ()
-            if why := summed(loss, outputs, wholes, read=read) or (OF_SAMPLES if couples(loss, outputs) else ""):
+            if why := summed(loss, outputs, wholes, taken.inner, read=read) or (OF_SAMPLES if couples(loss, outputs) else ""):
                 raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
             if hidden(loss):
                 self._remark(HIDDEN)
+            if not self._trials:
+                self._pieces.detach()
         self._constants.add(constants_of(loss, self._batches().own, read=read))
-
-    def _after_forward(self, model: nn.Module, inputs: Any, named: Any, output: Any) -> None:
-        """Keep the outputs of which the loss may be computed, as long as losses are tried."""
-        if not self._trials or not torch.is_grad_enabled() or model._backward_hooks or model._backward_pre_hooks:
-            return
-        samples = self._batches().own
-        first = next((each for each in (*inputs, *named.values()) if isinstance(each, Tensor)), None)
-        if samples is None and first is not None and first.ndim in (2, 4):
-            samples = len(first)  # features and images: the first dimension is the samples'
-        if samples is not None and len(self._outputs) < MOST_OUTPUTS:
-            self._outputs += rows_of(output, samples)

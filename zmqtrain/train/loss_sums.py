@@ -50,16 +50,17 @@ def hidden(loss: Tensor) -> bool:
     return False
 
 
-def summed(loss: Tensor, outputs: Sequence[Tensor], wholes: Collection[int], *, read: bool) -> str:
+def summed(loss: Tensor, outputs: Sequence[Tensor], wholes: Collection[int], inner: Collection[Node] = (), *, read: bool) -> str:
     """Why the loss is a sum over samples that is not divided by their number, with what to do, in words; empty if nothing shows
     that.
 
     ``outputs`` of the model have a row for each of this worker's samples. ``wholes``: the numbers of samples of larger batches,
-    those of its group and of all groups. ``read``: divisors that are on the device may be read."""
+    those of its group and of all groups. ``inner``: operations within the model whose results have a row for each sample, too.
+    ``read``: divisors that are on the device may be read."""
     samples = len(outputs[-1]) if outputs else 0
     if not samples or loss.grad_fn is None or loss.numel() != 1:
         return ""
-    ends = {output.grad_fn for output in outputs if len(output) == samples and output.grad_fn is not None}
+    ends = {output.grad_fn for output in outputs if len(output) == samples and output.grad_fn is not None} | set(inner)
     try:
         return _Walk(samples, ends, sorted(set(wholes) - {samples}), read=read).reason(loss.grad_fn, ())
     except RuntimeError:  # a value has been changed in place, or the graph is gone: backward() will say so

@@ -72,26 +72,52 @@ def rows_of(output: Any, samples: int) -> Iterator[Tensor]:
 def couples(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Whether the gradient of the first half of the samples depends on those of the other half.
 
-    ``outputs`` of the model have a row for each sample. If the loss cannot be differentiated twice, distances between all pairs of
-    rows say so. Does nothing if the user has hooks that would be called."""
+    ``outputs`` of the model have a row for each sample. One may be computed of another by layers that couple samples (a decoder
+    with batch normalization, of codes): that is the model's doing, not the loss's, so each is varied while the others stay. If the
+    loss cannot be differentiated twice, distances between all pairs of rows say so. Does nothing if the user has hooks that would
+    be called."""
     samples = len(outputs[-1]) if outputs else 0
-    outputs = [output for output in outputs if len(output) == samples and output.numel()]  # others are of another batch
+    # Others are of another batch.
+    outputs = list({id(output): output for output in outputs if len(output) == samples and output.numel()}.values())
     if not outputs or any(output._backward_hooks for output in outputs):
         return False
+    outputs.sort(key=_made_at, reverse=True)
     half = samples // 2
     try:
         with torch.enable_grad():
-            first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+            whole = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+            first = _partial(whole, outputs, create_graph=True)
             mixed = [_mixture(each[:half]) for each in first if each is not None and each.requires_grad]
             if not mixed:
                 return False
             second = torch.autograd.grad(torch.stack(mixed).sum(), outputs, retain_graph=True, allow_unused=True)
-        found = [each.detach() for each in second if each is not None]
-        of_others = max((float(each[half:].abs().max()) for each in found), default=0.0)
-        of_all = max((float(each.abs().max()) for each in found), default=0.0)
+            alone = _partial(second, outputs, create_graph=False)
+        of_others = max((float(each[half:].detach().abs().max()) for each in alone if each is not None), default=0.0)
+        of_all = max((float(each.detach().abs().max()) for each in second if each is not None), default=0.0)
     except Exception:  # noqa: BLE001 - the loss has been computed, and that is all that is asked of it
         return loss.grad_fn is not None and _has_distances(loss.grad_fn)
     return of_others > 1e-4 * of_all
+
+
+def _made_at(tensor: Tensor) -> int:
+    """Larger for what was computed later; a leaf is made first."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+
+
+def _partial(whole: Sequence[Tensor | None], outputs: Sequence[Tensor], *, create_graph: bool) -> list[Tensor | None]:
+    """Derivatives by each output alone, of those in which outputs that are computed of it change with it.
+
+    By the chain rule a whole derivative by one is its partial one, and those by the later ones through which it acts: the latest
+    of the ``outputs``, which come in this order, has no later ones."""
+    partial: list[Tensor | None] = []
+    for number, (derivative, output) in enumerate(zip(whole, outputs, strict=True)):
+        later = [(each, by) for each, by in zip(outputs[:number], partial, strict=True) if by is not None and each.requires_grad]
+        if derivative is not None and later:
+            of, by = zip(*later, strict=True)
+            (through,) = torch.autograd.grad(of, output, by, create_graph=create_graph, retain_graph=True, allow_unused=True)
+            derivative = derivative if through is None else derivative - through
+        partial.append(derivative)
+    return partial
 
 
 def _has_distances(node: Node) -> bool:
