@@ -44,6 +44,8 @@ async def trained(loss: Any, *, ignored: bool = False, **compute: Any) -> tuple[
 SHAPES: list[dict[str, Any]] = [
     {"groups": 2, "group_size": 2, "batch_size": 8},
     {"groups": 2, "group_size": 2, "batch_size": 8, "exchange": {"kind": "model_server", "staleness": "sync"}},
+    {"groups": 2, "group_size": 1, "batch_size": 8, "exchange": {"kind": "model_server", "staleness": "sync"}},
+    {"groups": 1, "group_size": 1, "batch_size": 16, "exchange": {"kind": "model_server", "staleness": "sync"}},
     {"groups": 1, "group_size": 3, "batch_size": 16, "parts": [1, 2, 5]},
     {"groups": 2, "group_size": 1, "batch_size": 8, "accumulate": 3},
     {"groups": 1, "group_size": 2, "batch_size": 16, "exchange": {"kind": "model_server"}},
@@ -66,6 +68,15 @@ async def test_targets_that_are_ignored_do_not_count(shape: dict[str, Any]) -> N
     whole, _ = await trained(loss, ignored=True, groups=1, group_size=1, batch_size=16)
     parts, _ = await trained(loss, ignored=True, **shape)
     torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("exchange", [{"kind": "allreduce"}, {"kind": "model_server", "staleness": "sync"}])
+async def test_a_run_that_is_asked_to_be_elastic_is_refused(exchange: dict[str, Any]) -> None:
+    """By default such a run goes on without being elastic, as those of `SHAPES` do."""
+    recipe = Recipe(loss=nn.CrossEntropyLoss(weight=CLASSES))
+    shape = {"groups": 2, "group_size": 1, "batch_size": 8}
+    result = await run(topology_of(job={"steps": 2, "elastic": True}, compute=shape, exchange=exchange), recipe)
+    assert any(r"so that none may be lost: remove [job] elastic" in str(error) for error in result.errors.values())
 
 
 async def test_the_whole_batch_is_what_torch_makes_of_it() -> None:

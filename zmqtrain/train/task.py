@@ -55,7 +55,8 @@ class Task:
     in this way automatically. Where the samples of a step are divided, the first steps compute it of halves, too, and refuse it if
     it is no mean."""
     optimizer: Callable[[list[nn.Parameter]], Optimizer]
-    """Builds the optimizer from the model's parameters; it may divide them into several parameter groups."""
+    """Builds the optimizer from the model's parameters that require a gradient, in the order of ``model.parameters()``: frozen ones
+    are not among them. It may divide them into several parameter groups."""
     train_data: Any
     """A map-style dataset (``len(data)`` and ``data[i]``), a stream (``iter(data)``), or a `torch.utils.data.DataLoader` of either;
     `zmqtrain.data.source` says which settings of a loader are used. Samples are whatever the collate function accepts. How a batch

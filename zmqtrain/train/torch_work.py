@@ -72,6 +72,8 @@ from zmqtrain.train.weighting import LOSSES_TRIED, WeightSums, taken_apart
 from zmqtrain.train.work import ModelState, StepResult
 from zmqtrain.wire.payload import Value
 
+_SUMMED = "the weights of its loss are summed over the workers that train in step"
+
 
 @dataclass(frozen=True, slots=True)
 class _Built:
@@ -162,10 +164,9 @@ class TorchWork:
                     "a grid"
                 )
             return TrainStep(self._replica, loss, device, settings, context.recorder)
-        if weighted is not loss and context.topology.elastic and in_step(context.topology):
+        if weighted is not loss and context.topology.asks_elastic and in_step(context.topology):
             raise UsageError(
-                "the task's loss has class weights or an ignore_index, whose sum is over all workers, so with all-reduce the run "
-                "cannot be elastic: remove [job] elastic"
+                f"the task's loss has class weights or an ignore_index: {_SUMMED}, so that none may be lost: remove {ASKING}"
             )
         if settings.precision == "float16":
             self._replica.loss_scale = LossScale()
@@ -180,10 +181,9 @@ class TorchWork:
 
     async def _need_all(self) -> None:
         """Weights are summed over all workers in every step."""
-        why = "the weights of its loss are summed over the workers that train in step"
         if self._context.topology.asks_elastic:
-            raise UsageError(f"{why}, so that none may be lost: remove {ASKING}, or return a plain mean")
-        await self._context.membership.need_all(why)
+            raise UsageError(f"{_SUMMED}, so that none may be lost: remove {ASKING}, or return a plain mean")
+        await self._context.membership.need_all(_SUMMED)
 
     @classmethod
     async def make(
