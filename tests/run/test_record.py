@@ -125,3 +125,23 @@ def test_a_run_that_could_not_keep_everything_says_what_and_has_an_exit_code_of_
     ]
     assert view.notes[-1] == "not kept: 2 checkpoints from step 100 to 200"
     assert (record.exit_code(Ending("done", 0)), record.exit_code(Ending("failed", 3))) == (72, 3)
+
+
+async def test_a_loss_is_shown_unless_it_turns_out_to_be_the_run_s_end(tmp_path: Path) -> None:
+    """A worker with an error in its task closes its endpoint before its agent reports the error."""
+    text = '[compute]\ngroups = 2\n[exchange]\nkind = "model_server"\n'
+    lost = {"peer": "worker/0", "reason": "lost worker/0: it has closed its endpoint"}
+    record, view = record_of(tmp_path, text)
+    record.membership_event("lost", lost)
+    record.membership_event("no workers", {"reason": "no worker is left; waiting"})
+    record.membership_event("exit", {"peer": "worker/0", "reason": "worker/0 exited with code 3"})
+    record.membership_event("failed", {"peer": "worker/0", "reason": "ValueError"})
+    assert view.notes == ["stopping: worker/0 failed"]
+    view.notes.clear()
+    record.membership_event("lost", lost)
+    record.membership_event("join", {"peer": "worker/0", "late": True, "reason": "worker/0 joined"})
+    assert view.notes == ["continuing without worker/0: lost worker/0: it has closed its endpoint", "worker/0 is back"]
+    view.notes.clear()
+    record.membership_event("lost", lost)
+    record.write_up(Ending("done", 0), 9.0)
+    assert view.notes[0].startswith("continuing without worker/0")

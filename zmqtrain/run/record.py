@@ -34,6 +34,9 @@ from zmqtrain.train.checkpoint.model_file import model_lines
 from zmqtrain.versions import versions
 from zmqtrain.words import counted
 
+#: A worker whose own error ends the run has closed its endpoint before its agent reports the error, which is the one thing to say.
+_REPORTED_WITHIN_S = 1.0
+
 
 class RunRecord:
     """Takes the reports about a run, writes them to the run directory and shows them."""
@@ -70,6 +73,7 @@ class RunRecord:
         self._sinks = FanOut() if sinks is None else sinks
         self._unkept: list[int] = []  # the steps of checkpoints that could not be written
         self._losses: list[str] = []  # reasons of losses after which the run continued
+        self._held: list[str] = []  # what is shown of them if none turns out to be the run's end
         self.restarts = 0
         """How often the run has begun again."""
         self._host_of = {role.peer: role.host for role in (*self._placement.roles, *self._placement.spares)}
@@ -134,20 +138,36 @@ class RunRecord:
         self.event(peer, {"kind": kind, "time": None, "step": None, "values": values})
         self._directory.flush()
         if kind == "running":
-            self._view.note(str(values["reason"]))
+            self._show(str(values["reason"]))
         elif kind == "lost" and self._topology.elastic:
             self._losses.append(str(values["reason"]))
-            self._view.note(f"continuing without {peer}: {values['reason']}")
+            self._hold(f"continuing without {peer}: {values['reason']}")
         elif kind == "no workers":
-            self._view.note(str(values["reason"]))
+            self._hold(str(values["reason"]))
         elif kind == "backup" and values.get("alone"):
-            self._view.note(f"warning: {values['reason']}")
+            self._show(f"warning: {values['reason']}")
         elif kind == "join" and values.get("late"):
             self._directory.trace.again(peer)
             came = {f"agent/{spare.host}" for spare in self._placement.spares} | {spare.peer for spare in self._placement.spares}
-            self._view.note(f"{peer} has joined the run" if peer in came else f"{peer} is back")
-        elif kind in ("failed", "halt") and not self.quiet:  # the reason is shown once, at the end, after all reports
-            self._view.note(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
+            self._show(f"{peer} has joined the run" if peer in came else f"{peer} is back")
+        elif kind == "failed":
+            self._held.clear()
+        if kind in ("failed", "halt") and not self.quiet:  # the reason is shown once, at the end, after all reports
+            self._show(f"stopping: {peer} {'failed' if kind == 'failed' else 'asks for it'}")
+
+    def _show(self, text: str) -> None:
+        self._show_held()
+        self._view.note(text)
+
+    def _hold(self, text: str) -> None:
+        self._held.append(text)
+        if len(self._held) == 1:
+            asyncio.get_running_loop().call_later(_REPORTED_WITHIN_S, self._show_held)
+
+    def _show_held(self) -> None:
+        held, self._held = self._held, []
+        for text in held:
+            self._view.note(text)
 
     def checkpoint_event(self, kind: str, values: dict[str, Any]) -> None:
         """Take an event about a checkpoint (`zmqtrain.train.checkpoint.collector.OnEvent`)."""
@@ -235,6 +255,7 @@ class RunRecord:
 
     def write_up(self, ending: Ending, seconds: float, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write and show how the run ended, and close its directory. ``more`` is added to the summary, which is returned."""
+        self._show_held()
         directory = self._directory
         # A script's batches are its own.
         account = None if self._script else self._account.to_dict(self._topology, done=ending.status == "done")
