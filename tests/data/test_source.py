@@ -86,6 +86,15 @@ def test_what_of_a_loader_counts() -> None:
     assert of(DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=5))).order == "sampler"
 
 
+@pytest.mark.parametrize("sampler", [SequentialSampler(range(6)), RandomSampler(range(6)), RandomSampler(range(6), num_samples=20)])
+def test_a_sampler_of_fewer_samples_than_the_dataset_is_no_order_of_the_whole(sampler: Any) -> None:
+    given = of(DataLoader(DATA, sampler=sampler))
+    order = given.order_of(1)
+    assert order is not None
+    assert set(order(0).tolist()) == set(range(6))
+    assert order.samples == len(sampler)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

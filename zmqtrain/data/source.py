@@ -258,8 +258,11 @@ def _order(name: str, sampler: Any, dataset: Any) -> tuple[Order, Any]:
             f"{name} is a DataLoader with a DistributedSampler, which divides the samples over workers, as the run does itself: "
             "remove it (shuffle=True shuffles)"
         )
-    if type(sampler) is SequentialSampler:
+    source: Any = getattr(sampler, "data_source", None)  # torch's are of this length, whatever the dataset's is
+    whole = source is dataset or (hasattr(source, "__len__") and len(source) == len(dataset))
+    if type(sampler) is SequentialSampler and whole:
         return "sequential", None
-    if own_class(sampler) == RandomSampler.__name__ and not sampler.replacement and sampler.num_samples == len(dataset):
+    shuffles = own_class(sampler) == RandomSampler.__name__ and not sampler.replacement
+    if shuffles and whole and sampler.num_samples == len(dataset):
         return "shuffled", None
     return "sampler", sampler
