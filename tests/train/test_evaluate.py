@@ -90,6 +90,18 @@ async def test_metrics_that_are_no_means_are_left_out_where_samples_are_divided(
     assert first.keys() == last.keys()
 
 
+def test_a_metric_of_which_the_first_batches_show_nothing_is_looked_at_until_one_does() -> None:
+    """The recall of a model that is right in all samples is 1, as a mean would be."""
+    task = Recipe(metrics={"recall": lambda output, target: (output.argmax(1) == target)[target == 1].double().mean()})("worker/0")
+    metrics, target = Metrics(task), torch.tensor([1, 0, 0, 1, 1, 0, 0, 1])
+    right, wrong = torch.eye(2)[target], torch.eye(2)[torch.tensor([0, 0, 0, 1, 1, 0, 0, 1])]
+    for _ in range(5):
+        metrics.add(metrics.zeros(), right, target, 8)
+    sums = metrics.zeros()
+    metrics.add(sums, wrong, torch.tensor([1, 0, 0, 0, 1, 0, 0, 1]), 8)
+    assert metrics.left_out(sums) == ["eval_recall"]
+
+
 async def test_all_samples_in_one_batch_may_have_any_metric() -> None:
     recipe = Recipe(metrics=METRICS)
     result = await run(topology_of(job={"steps": 1}, compute={"batch_size": 31}), recipe)

@@ -1,8 +1,8 @@
 """What an evaluation measures, as sums that workers can add up.
 
 A metric is the mean of its values for batches, weighted by their samples, so it must be a mean itself: a sum, a root of a mean or
-an F1 score would depend on how the samples are divided. The first batches show which metrics are none. These get NaN as their
-number of samples, on whichever worker it is seen, and are left out by all.
+an F1 score would depend on how the samples are divided. The first batches whose halves have other values show which metrics are
+none. These get NaN as their number of samples, on whichever worker it is seen, and are left out by all.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.task import Measure, Task, user_code
 from zmqtrain.train.weighting import (
     LOSSES_TRIED,
+    Halves,
     ignored_by_model,
     ignores,
     of_model,
@@ -63,7 +64,7 @@ class Metrics:
         measures = {"loss": task.loss, **(task.metrics or {})}
         self._measures: Mapping[str, Measure] = {name: taken_apart(measure) for name, measure in measures.items()}
         self._plain = {name for name, measure in self._measures.items() if ignores(measure)}
-        self._tries = LOSSES_TRIED  # batches
+        self._tries = dict.fromkeys(measures, LOSSES_TRIED)  # batches from which it can be seen
         self._no_means: set[str] = set()  # seen here
         self._guess = task.metrics is None  # use accuracy if the targets turn out to be classes
         self.names: Sequence[str] = [f"eval_{name}" for name in self._measures] + (["eval_accuracy"] if self._guess else [])
@@ -74,8 +75,6 @@ class Metrics:
 
     def add(self, sums: Sums, output: Any, target: Any, samples: int, *, alone: bool = False) -> None:
         """Add a batch of ``samples`` samples to ``sums``. ``alone``: there is no other batch, so its values need not be means."""
-        tries = self._tries > 0 and not alone
-        self._tries -= tries
         for place, (name, measure) in enumerate(self._measures.items()):
             if name in self._plain:
                 require_none_ignored(target)
@@ -83,18 +82,29 @@ class Metrics:
                 value = measure(output, target)
                 pair = parted(value)
                 count = rows_counted(target, samples)
-                if pair is not None:
-                    if tries and not _is_weighted(measure, output, target, samples, pair[1]):
-                        self._no_means.add(name)
-                    of = float(pair[0]), math.nan if name in self._no_means else float(pair[1])
-                else:
-                    number = _number(name, value)
-                    if not alone and (tries or count != samples) and not _is_mean(measure, output, target, count, samples, value):
-                        self._no_means.add(name)
-                    of = number * count, math.nan if name in self._no_means else count
+                of = (_number(name, value) * count, float(count)) if pair is None else (float(pair[0]), float(pair[1]))
+                if not alone and (self._tries[name] or (pair is None and count != samples)):
+                    self._try(name, measure, output, target, samples, value if pair is None else pair[1], weighted=pair is not None)
+                if name in self._no_means:
+                    of = of[0], math.nan
             sums[2 * place : 2 * place + 2] += of
         if self._guess and _are_classes(output, target):
             sums[-2:] += float(accuracy(output, target)) * len(target), len(target)
+
+    def _try(self, name: str, measure: Measure, output: Any, target: Any, samples: int, value: Any, *, weighted: bool) -> None:
+        """Notice a measure that is no mean, or whose ``value`` is no weight, as far as a batch shows it. One of which each half has
+        the same value shows nothing: the recall of a model that is always right is 1, as a mean would be."""
+        if weighted:
+            found = tried_on_halves(measure, output, target, samples, value, of=weight_of) if samples > 1 else None
+            good = found is None or found.adds_up
+        else:
+            count = rows_counted(target, samples)
+            found = tried_on_halves(measure, output, target, count, value) if count > 1 else None
+            good = _is_mean(found, output, target, value, count == samples)
+        if not good:
+            self._no_means.add(name)
+        if self._tries[name] and (found is None or weighted or not found.alike):
+            self._tries[name] -= 1
 
     def means(self, sums: Sums) -> dict[str, float]:
         """The metrics that apply, by name."""
@@ -122,18 +132,11 @@ def _number(name: str, value: Any) -> float:
     raise TaskError(f"the metric {name!r}(output, target) returned {what}: let it return one number, or the pair (sum, weight)")
 
 
-def _is_mean(measure: Measure, output: Any, target: Any, count: int, samples: int, value: Any) -> bool:
-    """Whether the value of a batch with ``count`` rows is their mean, as far as that can be seen."""
-    found = tried_on_halves(measure, output, target, count, value) if count > 1 else None
+def _is_mean(found: Halves | None, output: Any, target: Any, value: Any, by_sample: bool) -> bool:
+    """Whether the value of a batch is the mean of its rows, as far as that can be seen. ``by_sample``: it has a row for each."""
     if (of_model(value, output) or (found is not None and found.alike)) and ignored_by_model(target) is not None:
         return False
-    return count == samples if found is None else found.mean
-
-
-def _is_weighted(measure: Measure, output: Any, target: Any, samples: int, weight: Any) -> bool:
-    """Whether the second value of a pair is the weight of the samples, as far as that can be seen."""
-    found = tried_on_halves(measure, output, target, samples, weight, of=weight_of) if samples > 1 else None
-    return found is None or found.adds_up
+    return by_sample if found is None else found.mean
 
 
 def _are_classes(output: Any, target: Any) -> bool:

@@ -176,7 +176,7 @@ def require_mean_of_model(loss: Callable[[Any, Any], Any], batch: Batch, model: 
         with torch.no_grad(), torch.random.fork_rng(devices=_cuda(model)):
             first, second = (of(batch.part(which), _apart(loss)) for which in (slice(0, half), slice(half, batch.samples)))
             copied = _apart(loss)
-            found = _Halves(batch.samples, half, of(batch, copied), first, second, of(batch, copied))
+            found = Halves(batch.samples, half, of(batch, copied), first, second, of(batch, copied))
     except Exception:  # noqa: BLE001 - it has computed the whole batch, and that is all that is asked of it
         return
     finally:
@@ -203,7 +203,7 @@ def require_mean_of_model(loss: Callable[[Any, Any], Any], batch: Batch, model: 
 
 
 @dataclass(frozen=True, slots=True)
-class _Halves:
+class Halves:
     """What a loss or a metric is of some samples, and of their halves."""
 
     samples: int
@@ -270,7 +270,7 @@ def tried_on_halves(
     value: Any,
     *,
     of: Callable[[Any], Any] = lambda value: value,
-) -> _Halves | None:
+) -> Halves | None:
     """The values of a loss or a metric for halves of the samples; ``None`` if it is not known what belongs to which sample, or if
     it cannot be computed of a half, or if it is a pair (sum, weight). ``value``: what it was for all of them. ``of``: the number
     in question of what ``measure`` returns.
@@ -284,7 +284,7 @@ def tried_on_halves(
     parts: list[slice | list[int]] = [slice(0, half) if half else every, slice(half, samples), every, every]
     again_and_again = [*range(samples)] * _times(samples)
 
-    def tried(convert: Callable[[Any], Any], *, rounded: bool) -> _Halves | None:
+    def tried(convert: Callable[[Any], Any], *, rounded: bool) -> Halves | None:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
             try:
                 copied, converted = _apart(measure), (convert(output), convert(target))
@@ -301,7 +301,7 @@ def tried_on_halves(
                 repeated = float(of(_apart(measure)(*(rows(one, again_and_again, samples, fields=True) for one in converted))))
             except Exception:  # noqa: BLE001 - as above
                 repeated = None
-        return _Halves(samples, half, whole, first, second, again, repeated, 5e-2 if rounded else max(map(_tolerance, found)))
+        return Halves(samples, half, whole, first, second, again, repeated, 5e-2 if rounded else max(map(_tolerance, found)))
 
     return tried(_in_float64, rounded=False) or tried(lambda part: part, rounded=torch.is_autocast_enabled(device.type))
 
