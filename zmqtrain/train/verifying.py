@@ -85,7 +85,7 @@ def verify_model(
     ``divide`` this worker's part of one."""
     try:
         with returning_blocks(_RETURNED_BYTES), user_code("the divided model, compared with the ordinary one,"):
-            given = _whole_batch(fabric, grid, batch)
+            given = _whole_batch(fabric, grid, batch, _samples(topology, grid))
             case = Case(
                 make=make,
                 divide=divide,
@@ -146,8 +146,17 @@ class Ordinary:
         return divide(copy.deepcopy(self._kept), self._tape)
 
 
-def _whole_batch(fabric: Fabric, grid: Grid, batch: Batch) -> Batch:
-    """A few samples of every column. Raises `NotComparable`, and `UsageError` where a column's workers have other samples."""
+def _samples(topology: Topology, grid: Grid) -> int:
+    """Of each column: so many that each process has one in layers that are divided by samples."""
+    layers = topology.parallel.layers
+    most = max((grid.size if each.choice == "batch" else Grid.parse(each.grid).columns for each in layers), default=1)
+    return max(SAMPLES, -(-most // grid.columns))
+
+
+def _whole_batch(fabric: Fabric, grid: Grid, batch: Batch, samples: int) -> Batch:
+    """So many samples of every column, or what there is.
+
+    Raises `NotComparable`, and `UsageError` where a column's workers have other samples."""
     everyone = tuple(range(fabric.size))
     shapes, content = _digests(_first(batch, SAMPLES))
     own = torch.tensor([batch.samples, shapes, content], dtype=torch.int64)
@@ -159,7 +168,7 @@ def _whole_batch(fabric: Fabric, grid: Grid, batch: Batch) -> Batch:
                 f"the workers of column {column} of the grid have read different samples, and should have the same: does the "
                 "dataset or the transform draw random numbers that are not torch's, numpy's or Python's own?"
             )
-    samples = min(max(SAMPLES, grid.rows), *(fact[0] for fact in facts))
+    samples = min(samples, *(fact[0] for fact in facts))
     if samples < 1:
         raise NotComparable("a column has no samples")
     part = _first(batch, samples)

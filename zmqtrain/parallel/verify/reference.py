@@ -41,7 +41,7 @@ from zmqtrain.parallel.verify.in_double import staying_in
 from zmqtrain.parallel.verify.line import Line
 from zmqtrain.parallel.verify.ordinary import backward_within, drawing_alike
 from zmqtrain.parallel.verify.sketch import pattern, sketch
-from zmqtrain.parallel.verify.smaller import Sizes, cropped, sizes_of
+from zmqtrain.parallel.verify.smaller import Parts, Sizes, cropped, sizes_of
 from zmqtrain.parallel.verify.tolerance import distance, largest
 from zmqtrain.parallel.verify.watch import Watch, watching
 from zmqtrain.processors import processors
@@ -183,7 +183,7 @@ class Wanted:
             self.updates[name] = Update(seed, tensors[0], of, step)
 
 
-def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, parts: Sequence[int], watch: Watch | None) -> Wanted:
+def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, parts: Parts, watch: Watch | None) -> Wanted:
     """Run the ordinary model, or be told what another process has found. All processes must call it. ``parts``: of images.
 
     Raises `NotInDouble` and `NotSmaller` on all processes, and what the ordinary model raises, on those that do not run it as
@@ -317,7 +317,7 @@ class _Serving:
 
 
 class _Ordinary:
-    def __init__(self, case: Case, batch: Batch, serving: _Serving, watch: Watch | None, parts: Sequence[int]) -> None:
+    def __init__(self, case: Case, batch: Batch, serving: _Serving, watch: Watch | None, parts: Parts) -> None:
         self._case, self._batch, self._serving, self._watch, self._parts = case, batch, serving, watch, parts
         self._reached: set[str] = set()
 

@@ -9,12 +9,16 @@ taken if
 * no part becomes shorter than what a kernel reaches into the next one, nor any size, so that each of its weights meets something;
 * where a kernel takes strides, parts of its outputs begin as far from those of its inputs.
 
+Which sizes come from the images' heights, and which from their widths, is seen where only one of these is smaller. So strips of the
+height may have to be as high as those of whole images, and be less wide all the same.
+
 A model that looks at sizes, or at numbers, to decide what to do, gets whole images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,7 +36,9 @@ from zmqtrain.parallel.modelled import without_content
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify.case import Case, alone, mean
 
-#: Height and width of images, and those of what is taken of them.
+#: Height and width of images.
+Images: TypeAlias = Sequence[tuple[int, int]]
+#: The same, and those of what is taken of them.
 Sizes: TypeAlias = Mapping[tuple[int, int], tuple[int, int]]
 #: Images up to this side are taken as they are.
 SMALLEST = 64
@@ -51,27 +57,72 @@ _KERNELS = {
 }
 
 
-def sizes_of(case: Case, model: nn.Module, batch: Batch, parts: Sequence[int]) -> Sizes:
-    """What to take of images of which sizes; nothing where they are best taken whole.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Into how many parts a plan divides heights and widths of images."""
 
-    ``model``: the ordinary one. ``parts``: into how many a plan divides one size of an image."""
+    heights: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def either(self) -> tuple[int, ...]:
+        """For a size that comes from both, or nobody knows from which."""
+        return tuple(sorted({*self.heights, *self.widths}))
+
+
+def parts_of(divided: ParallelModel) -> Parts:
+    """Those of a divided model's plan."""
+    strips = {held.assigned.strips for held in divided._assignment.held.values()} - {None}
+    heights, widths = ({getattr(each, side) for each in strips} - {1} for side in ("height", "width"))
+    return Parts(tuple(sorted(heights)), tuple(sorted(widths)))
+
+
+def sizes_of(case: Case, model: nn.Module, batch: Batch, parts: Parts) -> Sizes:
+    """What to take of images of which sizes; nothing where they are best taken whole. ``model``: the ordinary one."""
     images = _image_sizes(batch)
     most = max((side for pair in images for side in pair), default=0)
     if not case.smaller or most <= SMALLEST or refers_to_itself(model):
         return {}
-    whole = _seen(case, model, batch)
-    for side in range(SMALLEST, most * 3 // 4 + 1, STEP) if whole else ():
+    seen = _Seen(case, model, batch)
+    whole = seen.on({})
+
+    def both(side: int) -> Iterator[Sizes]:
         sizes = _cut(images, side)
-        found = _seen(case, model, cropped(batch, sizes))
-        if found and len(found) == len(whole) and all(each.like(other, parts) for each, other in zip(whole, found, strict=True)):
-            return sizes
-    return {}
+        if _still_differ(sizes) and _all_alike(whole, seen.on(sizes), parts.either):
+            yield sizes
+
+    sides = range(SMALLEST, most * 3 // 4 + 1, STEP)
+    if not whole or not sides:
+        return {}
+    first, *larger = sides
+    found = itertools.chain(both(first), _apart(seen, whole, images, sides, parts), *map(both, larger))
+    return next(found, {})
 
 
-def parts_of(divided: ParallelModel) -> tuple[int, ...]:
-    """Into how many parts the plan of a divided model divides heights or widths of images."""
-    strips = {held.assigned.strips for held in divided._assignment.held.values()} - {None}
-    return tuple(sorted({number for each in strips if each is not None for number in (each.height, each.width)} - {1}))
+def _apart(seen: _Seen, whole: Sequence[_Operator], images: Images, sides: Sequence[int], parts: Parts) -> Iterator[Sizes]:
+    """Heights and widths that are found one without the other; nothing where sizes do not say from which of them they come."""
+    probes = [_lower(images, sides[0]), _narrower(images, sides[0])]
+    if any(part == pair for sizes in probes for pair, part in sizes.items()):
+        return  # too small for it
+    lower, narrower = map(seen.on, probes)
+    if not _comparable(whole, lower) or not _comparable(whole, narrower):
+        return
+    origins = [_Origin.of(*each) for each in zip(whole, lower, narrower, strict=True)]
+    if any(operator.kernels and origin.turned for operator, origin in zip(whole, origins, strict=True)):
+        return
+
+    def fits(sizes: Sizes) -> bool:
+        found = seen.on(sizes)
+        return _comparable(whole, found) and all(
+            one.like(two, origin.parts(parts)) for one, two, origin in zip(whole, found, origins, strict=True)
+        )
+
+    height = next((each for each in sides if fits(_lower(images, each))), None)
+    heights = _lower(images, height) if height else {}
+    together = (_narrower(images, each, heights) for each in sides if fits(_narrower(images, each)))
+    yield from (sizes for sizes in together if _still_differ(sizes) and fits(sizes))
+    if heights and _still_differ(heights):
+        yield heights
 
 
 def cropped(batch: Batch, sizes: Sizes) -> Batch:
@@ -95,11 +146,37 @@ def _image_sizes(batch: Batch) -> list[tuple[int, int]]:
     return list(found)
 
 
-def _cut(images: Sequence[tuple[int, int]], side: int) -> Sizes:
+def _cut(images: Images, side: int) -> Sizes:
     """Sides of about ``side``. Those that differ still do."""
-    every = sorted({each for pair in images for each in pair if each > side})
-    smaller = {each: min(side + STEP * number, each) for number, each in enumerate(every)}
-    return {pair: (smaller.get(pair[0], pair[0]), smaller.get(pair[1], pair[1])) for pair in images}
+    smaller = _smaller({each for pair in images for each in pair}, side)
+    return {(height, width): (smaller[height], smaller[width]) for height, width in images}
+
+
+def _lower(images: Images, side: int) -> Sizes:
+    """Heights of about ``side``, and whole widths."""
+    smaller = _smaller({height for height, _ in images}, side)
+    return {(height, width): (smaller[height], width) for height, width in images}
+
+
+def _narrower(images: Images, side: int, lower: Sizes | None = None) -> Sizes:
+    """Widths of about ``side``, and whole heights or those of ``lower``."""
+    smaller = _smaller({width for _, width in images}, side)
+    return {pair: ((lower or {}).get(pair, pair)[0], smaller[pair[1]]) for pair in images}
+
+
+def _smaller(sides: Iterable[int], side: int) -> dict[int, int]:
+    """For each of these sides one of about ``side``, or itself. Those that differ still do."""
+    large = sorted(each for each in sides if each > side)
+    return {each: each for each in sides} | {each: min(side + STEP * number, each) for number, each in enumerate(large)}
+
+
+def _still_differ(sizes: Sizes) -> bool:
+    """Whether no two sides have become alike: a model that takes one for the other would then not be seen to."""
+    taken: dict[int, set[int]] = {}
+    for whole, part in sizes.items():
+        for before, after in zip(whole, part, strict=True):
+            taken.setdefault(after, set()).add(before)
+    return all(len(each) == 1 for each in taken.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +205,31 @@ class _Operator:
     kernels: tuple[_Kernel, ...]
     """Along the last dimensions."""
 
-    def like(self, other: _Operator, parts: Sequence[int]) -> bool:
-        """Whether ``other``, of smaller images, does the same."""
-        if self.func is not other.func or self.kernels != other.kernels or len(self.shapes) != len(other.shapes):
-            return False
-        pairs = list(zip((self.given, *self.shapes), (other.given, *other.shapes), strict=True))
-        if any(len(one) != len(two) for one, two in pairs):
-            return False
-        if not all(_alike(one, two, 0, parts) for whole, part in pairs for one, two in zip(whole, part, strict=True)):
-            return False
-        for number, kernel in enumerate(self.kernels, -len(self.kernels)):
-            ways = [(each.given[number], each.shapes[0][number]) for each in (self, other)]
-            if not _alike(ways[0][0], ways[1][0], kernel.reach, parts):
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """All shapes, that of what it was given first."""
+        return self.given, *self.shapes
+
+    def comparable(self, other: _Operator) -> bool:
+        """Whether ``other`` is the same one, on shapes with as many dimensions."""
+        return (
+            self.func is other.func
+            and self.kernels == other.kernels
+            and [len(each) for each in self.sizes] == [len(each) for each in other.sizes]
+        )
+
+    def like(self, other: _Operator, parts: _PartsOfEach) -> bool:
+        """Whether ``other``, a comparable one of smaller images, does the same. ``parts``: of each size of each shape."""
+        for whole, part, each in zip(self.sizes, other.sizes, parts, strict=True):
+            if not all(_alike(one, two, 0, numbers) for one, two, numbers in zip(whole, part, each, strict=True)):
                 return False
-            if ways[0] != ways[1] and any(
-                kernel.apart(*ways[0], parts=each) != kernel.apart(*ways[1], parts=each) for each in parts
+        for place, kernel in enumerate(self.kernels, -len(self.kernels)):
+            before, after = ((each.given[place], each.shapes[0][place]) for each in (self, other))
+            numbers = parts[0][place]
+            if not _alike(before[0], after[0], kernel.reach, numbers):
+                return False
+            if before != after and any(
+                kernel.apart(*before, parts=number) != kernel.apart(*after, parts=number) for number in numbers
             ):
                 return False
         return not _resizes(self.func) or self._ratios(other)
@@ -155,6 +242,56 @@ class _Operator:
             if len(one) == len(self.given)
             for mine, theirs, mine_before, theirs_before in zip(one, two, self.given, other.given, strict=True)
         )
+
+
+#: Into how many parts each size of some shapes may be divided.
+_PartsOfEach: TypeAlias = Sequence[Sequence[Sequence[int]]]
+
+
+def _comparable(whole: Sequence[_Operator], other: Sequence[_Operator]) -> bool:
+    return len(whole) == len(other) and all(one.comparable(two) for one, two in zip(whole, other, strict=True))
+
+
+def _all_alike(whole: Sequence[_Operator], other: Sequence[_Operator], parts: Sequence[int]) -> bool:
+    """Whether the same is done to smaller images, if every size may be divided into ``parts``."""
+    return _comparable(whole, other) and all(
+        one.like(two, [[parts] * len(shape) for shape in one.sizes]) for one, two in zip(whole, other, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Which sizes of an operator's shapes come from heights of images, and which from widths."""
+
+    heights: tuple[tuple[bool, ...], ...]
+    widths: tuple[tuple[bool, ...], ...]
+
+    @classmethod
+    def of(cls, whole: _Operator, lower: _Operator, narrower: _Operator) -> _Origin:
+        """Those that are others where images are lower, and narrower."""
+
+        def others(other: _Operator) -> tuple[tuple[bool, ...], ...]:
+            return tuple(
+                tuple(one != two for one, two in zip(mine, theirs, strict=True))
+                for mine, theirs in zip(whole.sizes, other.sizes, strict=True)
+            )
+
+        return cls(others(lower), others(narrower))
+
+    @property
+    def turned(self) -> bool:
+        """Whether it is given anything but heights, and widths after them: strips would be of something else."""
+        high, wide = self.heights[0], self.widths[0]
+        few = len(high) < 4 and any((*high, *wide))
+        return few or any((*high[:-2], *wide[:-2])) or high[-1] or wide[-2]
+
+    def parts(self, parts: Parts) -> _PartsOfEach:
+        """Into how many each of them may be divided."""
+        ways = {(True, False): parts.heights, (False, True): parts.widths}
+        return [
+            [ways.get(each, parts.either) for each in zip(high, wide, strict=True)]
+            for high, wide in zip(self.heights, self.widths, strict=True)
+        ]
 
 
 def _alike(whole: int, smaller: int, reach: int, parts: Sequence[int]) -> bool:
@@ -177,17 +314,59 @@ def _resizes(func: Any) -> bool:
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: dict[Any, tuple[_Operator, Any]]) -> None:
+        """``known``: what operators have made of which shapes, as they do each time. torch finds it out in Python, which takes most
+        of the time."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[_Operator] = []
+        self._known = known
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        try:
+            key = None if func.is_view or func._schema.is_mutable else (func, _described(args), _described(kwargs or {}))
+            known = self._known.get(key)
+        except TypeError:  # what cannot be described
+            key = known = None
+        if known is not None:
+            self.found.append(known[0])
+            return _made(known[1])
         result = func(*args, **(kwargs or {}))
         given = next(_shapes((args, kwargs)), ())
         self.found.append(_Operator(func, given, tuple(_shapes(result)), _kernels(func, args)))
+        if key is not None and given and all(each.is_meta for each in pytree.tree_leaves(result)):
+            self._known[key] = self.found[-1], _described(result)
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """Of a tensor without content."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _described(value: Any) -> Any:
+    """What a result's shape may depend on. Raises `TypeError` where something else has a say."""
+    if isinstance(value, Tensor):
+        if not value.is_meta or value.layout is not torch.strided:
+            raise TypeError
+        return _Description(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, tuple | list):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((key, _described(each)) for key, each in value.items())
+    return type(value), value
+
+
+def _made(described: Any) -> Any:
+    """Such tensors."""
+    if isinstance(described, tuple):
+        return tuple(map(_made, described))
+    return torch.empty_strided(described.size, described.stride, dtype=described.dtype, device="meta")
 
 
 def _shapes(values: Any) -> Iterator[tuple[int, ...]]:
@@ -211,17 +390,32 @@ def _along(args: Sequence[Any], place: int | None, default: Sequence[int]) -> Se
     return (tuple(found) or tuple(default)) if len(found) != 1 else tuple(found) * len(default)
 
 
-def _seen(case: Case, model: nn.Module, batch: Batch) -> list[_Operator]:
-    """The operators of a forward and its loss; none of what does not run on shapes alone."""
-    try:
-        with alone(), torch.no_grad():
-            empty, operators = without_content(model), _Operators()
-            given = batch.mapped(lambda part: mapped(part, lambda each: torch.empty_like(each, device="meta")))
-            for training in dict.fromkeys((case.phase == "training", False)):
-                empty.train(training)
-                seed_torch(case.seed, [])  # what chance leaves out, it leaves out of images of all sizes
-                with operators:
-                    mean(case.loss(given.output(empty), given.target))
-            return operators.found
-    except Exception:  # noqa: BLE001 - whatever it is: whole images then, and there it is raised if it is the model's own
-        return []
+class _Seen:
+    """The operators of forwards and losses on images of several sizes."""
+
+    def __init__(self, case: Case, model: nn.Module, batch: Batch) -> None:
+        self._case, self._model, self._batch = case, model, batch
+        self._found: dict[Any, list[_Operator]] = {}
+        self._known: dict[Any, tuple[_Operator, Any]] = {}
+
+    def on(self, sizes: Sizes) -> list[_Operator]:
+        """On parts of images; none of what does not run on shapes alone."""
+        key = tuple(sizes.items())
+        if key not in self._found:
+            self._found[key] = self._run(cropped(self._batch, sizes))
+        return self._found[key]
+
+    def _run(self, batch: Batch) -> list[_Operator]:
+        case = self._case
+        try:
+            with alone(), torch.no_grad():
+                empty, operators = without_content(self._model), _Operators(self._known)
+                given = batch.mapped(lambda part: mapped(part, lambda each: torch.empty_like(each, device="meta")))
+                for training in dict.fromkeys((case.phase == "training", False)):
+                    empty.train(training)
+                    seed_torch(case.seed, [])  # what chance leaves out, it leaves out of images of all sizes
+                    with operators:
+                        mean(case.loss(given.output(empty), given.target))
+                return operators.found
+        except Exception:  # noqa: BLE001 - whatever it is: whole images then, and there it is raised if it is the model's own
+            return []
