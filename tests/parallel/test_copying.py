@@ -37,6 +37,18 @@ def nested(model: nn.Module) -> None:
     model[1].register_forward_pre_hook(lambda module, inputs: inner() and None)
 
 
+class Helper:
+    """An object of the user's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.models = [model]
+
+
+def helped(model: nn.Module) -> None:
+    helper = Helper(model)
+    model[2].register_forward_hook(lambda *_: helper and None)
+
+
 #: What is done to a model so that a copy would refer to it.
 ITSELF: dict[str, Callable[[nn.Module], object]] = {
     "a forward of another one": patched,
@@ -45,6 +57,8 @@ ITSELF: dict[str, Callable[[nn.Module], object]] = {
     "a hook with a method": lambda model: model[2].register_forward_hook(lambda *_, method=model.train: method and None),
     "a hook with a weight": lambda model: model[2].register_full_backward_hook(lambda *_, given=(model[0].weight,): None),
     "a function within a function": nested,
+    "a function in a list": lambda model: vars(model).update(more=[{"a": lambda x: model[0](x)}]),
+    "a function with an object": helped,
     "a partial function": lambda model: model[2].register_forward_hook(partial(lambda *_: model and None, 1)),
 }
 

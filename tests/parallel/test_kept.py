@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -45,6 +46,18 @@ class Helper:
     def __init__(self, table: Any) -> None:
         self.table, self.owner = table, self
 
+    def product(self, x: Tensor) -> Tensor:
+        return x * self.table  # type: ignore[no-any-return]
+
+
+def with_default(tensor: Tensor) -> Callable[..., Tensor]:
+    """A function that has a tensor."""
+
+    def product(x: Tensor, weight: Tensor = tensor) -> Tensor:
+        return x * weight
+
+    return product
+
 
 def hidden(weight: Tensor) -> list[nn.Module]:
     """A module that its owner does not register."""
@@ -69,6 +82,11 @@ PLACES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a dataclass": (lambda tensor: Cache([tensor]), "more.keys[0]"),
     "a frozen one": (lambda tensor: [Fixed(tensor)], "more[0].keys"),
     "a helper that knows itself": (lambda tensor: Helper({"a": tensor}), "more.table['a']"),
+    "an argument that a function is given": (lambda tensor: partial(torch.mul, tensor), "more.args[0]"),
+    "one by name": (lambda tensor: partial(torch.mul, other=[tensor]), "more.keywords['other'][0]"),
+    "a method of a helper": (lambda tensor: Helper(tensor).product, "more.__self__.table"),
+    "a default": (with_default, "more.__defaults__[0]"),
+    "a variable of the function around": (lambda tensor: [lambda x: x * tensor], "more[0].<tensor>"),
     "a module that is not registered": (hidden, "more[0]._parameters['weight']"),
 }
 

@@ -8,17 +8,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-#: Where modules have hooks, by number.
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
+from zmqtrain.parallel.kept import entries
 
 
 def copied(model: nn.Module) -> nn.Module | None:
@@ -32,7 +27,7 @@ def copied(model: nn.Module) -> nn.Module | None:
 
 
 def refers_to_itself(model: nn.Module) -> bool:
-    """Whether a hook of a module, or a function in an attribute, has modules, tensors or containers of the model itself."""
+    """Whether a hook of a module, or a function in what it keeps, has modules, tensors or containers of the model itself."""
     own = {id(each) for module in model.modules() for each in (module, *module._parameters.values(), *module._buffers.values())}
     own |= {
         id(each) for module in model.modules() for each in vars(module).values() if isinstance(each, Tensor | list | dict | set)
@@ -44,13 +39,16 @@ def refers_to_itself(model: nn.Module) -> bool:
 
 
 def _functions(module: nn.Module) -> Iterator[FunctionType]:
-    """Those that a copy of the module has as they are."""
-    given = [*vars(module).values(), *(hook for name in _HOOKS for hook in vars(module).get(name, {}).values())]
-    for each in given:
-        while isinstance(each, partial):  # copied, but for the function
-            each = each.func
+    """Those that a copy of the module has as they are, wherever Python code may have put them."""
+    left: list[Any] = list(vars(module).values())
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
         if isinstance(each, FunctionType):
             yield each
+        elif id(each) not in seen and not isinstance(each, nn.Module):
+            seen.add(id(each))
+            left += (held for _, held, _ in entries(each))
 
 
 def _refers(value: Any, own: set[int], seen: set[int]) -> bool:
@@ -69,12 +67,6 @@ def _refers(value: Any, own: set[int], seen: set[int]) -> bool:
             for cell in each.__closure__ or ():
                 with suppress(ValueError):  # an empty one
                     left.append(cell.cell_contents)
-        elif isinstance(each, MethodType):
-            left += each.__self__, each.__func__
-        elif isinstance(each, partial):
-            left += each.func, *each.args, *each.keywords.values()
-        elif isinstance(each, tuple | list | set):
-            left += each
-        elif isinstance(each, dict):
-            left += each.values()
+        else:
+            left += (held for _, held, _ in entries(each))
     return False

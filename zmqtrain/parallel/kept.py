@@ -1,7 +1,8 @@
 """What a module keeps besides its parameters, buffers and modules: tensors in attributes, and in whatever these hold.
 
-Attributes are looked into as far as they are Python: lists, tuples, sets, dictionaries, and objects with attributes of their own
-(dataclasses, helpers, modules that are not registered), in one another.
+Attributes, and hooks of forwards, are looked into as far as they are Python: lists, tuples, sets, dictionaries, objects with
+attributes of their own (dataclasses, helpers, modules that are not registered), and functions with what they have been given
+(`functools.partial`, methods, defaults, variables of the function around them), in one another.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 #: What modules have of torch: parameters, modules, hooks; and a recurrent layer's list of its parameters.
-_TORCHS = frozenset(vars(nn.Module())) | {"_flat_weights"}
+_TORCHS = (frozenset(vars(nn.Module())) | {"_flat_weights"}) - {"_forward_hooks", "_forward_pre_hooks"}
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 #: Objects of these libraries are not looked into: loggers, threads, generators, arrays. They lead everywhere. Nor are those of this
 #: package, which know a parameter by its identity (`zmqtrain.train.linear.WeightSlot`).
@@ -38,23 +41,24 @@ class Kept:
 
     def replace(self, others: Mapping[int, Tensor]) -> None:
         """Keep other tensors there, by the ids of those that are found."""
-        if isinstance(self.container, dict):
-            there = self.key in self.container
-        elif isinstance(self.container, list | deque):
-            there = self.key < len(self.container)
+        container, key = self.container, self.key
+        if isinstance(container, list | deque):
+            there = key < len(container)
         else:
-            there = hasattr(self.container, self.key)
+            there = key in container if isinstance(container, dict) else hasattr(container, key)
         if not there:
             return
-        mine = isinstance(self.container, dict | list | deque)
-        found = self.container[self.key] if mine else getattr(self.container, self.key)
+        items = isinstance(container, dict | list | deque)
+        found = container[key] if items else getattr(container, key)
         other = _replaced(found, others)
         if other is found:
             return
-        if mine:
-            self.container[self.key] = other
+        if items:
+            container[key] = other
+        elif isinstance(container, partial):
+            container.__setstate__((container.func, other, container.keywords, vars(container)))  # type: ignore[attr-defined]
         else:
-            object.__setattr__(self.container, self.key, other)  # a frozen dataclass, too
+            object.__setattr__(container, key, other)  # a frozen dataclass, too
 
 
 def kept_by(model: nn.Module) -> Iterator[Kept]:
@@ -85,21 +89,33 @@ def _within(name: str, value: Any, container: Any, key: Any, seen: set[int]) -> 
         elif id(value) not in seen:
             inside = [
                 (name + suffix, each, container if within is None else value, key if within is None else within)
-                for suffix, each, within in _entries(value)
+                for suffix, each, within in entries(value)
             ]
             if inside:
                 seen.add(id(value))
                 left += reversed(inside)
 
 
-def _entries(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The name's ending, what is there, and its key, which is ``None`` where nothing can be put in its place but by another
-    ``value``."""
+def entries(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What an object holds: the name's ending, what is there, and its key, which is ``None`` where nothing can be put in its place
+    but by another ``value``."""
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", each, key) for key, each in value.items())
     elif isinstance(value, _SEQUENCES):
         fixed = not isinstance(value, list | deque)
         yield from ((f"[{number}]", each, None if fixed else number) for number, each in enumerate(value))
+    elif isinstance(value, partial):
+        yield from ((f".{name}", getattr(value, name), name) for name in ("func", "args", "keywords"))
+    elif isinstance(value, MethodType):
+        yield from ((f".{name}", getattr(value, name), name) for name in ("__self__", "__func__"))
+    elif isinstance(value, FunctionType):
+        if _is_persons(value.__module__ or ""):
+            yield from ((f".{name}", getattr(value, name), name) for name in ("__defaults__", "__kwdefaults__"))
+            names = value.__code__.co_freevars
+            yield from ((f".<{name}>", cell, None) for name, cell in zip(names, value.__closure__ or (), strict=True))
+    elif isinstance(value, CellType):
+        with suppress(ValueError):  # an empty one
+            yield "", value.cell_contents, "cell_contents"
     elif _is_open(value):
         slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
         attributes: dict[str, Any] = getattr(value, "__dict__", {})
@@ -109,8 +125,14 @@ def _entries(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _is_open(value: Any) -> bool:
     """Whether an object's attributes are looked into."""
-    closed = type(value).__module__.partition(".")[0] in _CLOSED or isinstance(value, type)
-    return isinstance(value, nn.Module | SimpleNamespace) or not closed
+    if isinstance(value, nn.Module | SimpleNamespace):
+        return True
+    return _is_persons(type(value).__module__) and not isinstance(value, type)
+
+
+def _is_persons(module: str) -> bool:
+    """Whether what is of this module of Python is not of a library that is left alone."""
+    return module.partition(".")[0] not in _CLOSED
 
 
 def _slots(kind: type) -> tuple[str, ...]:

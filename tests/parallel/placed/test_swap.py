@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.parallel.placed.training import OfNumbers, compare
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.placed.model import ParallelModel, parallelize
@@ -120,3 +122,32 @@ def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused() -> None:
             model(torch.ones(2, 3))
 
     run_ranks(2, run)
+
+
+class ByFunctions(nn.Module):
+    """Uses its weights in functions that have been given them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 4), nn.Parameter(torch.ones(4))
+        weight, bias = self.linear.weight, self.linear.bias
+        self.by_variable = [lambda x: x @ weight.T]
+        self.by_argument = partial(torch.add, other=bias)
+        self.linear.register_forward_hook(partial(self.scaled, self.scale))
+
+    @staticmethod
+    def scaled(scale: Tensor, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return output * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.tanh(self.by_argument(self.by_variable[0](x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("grid", ["2x1", "1x2", "3x1"])
+def test_functions_that_have_been_given_parameters_use_what_these_are(grid: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return ByFunctions().double()
+
+    inputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    compare(make, OfNumbers(inputs, steps=3), "model", grid)
