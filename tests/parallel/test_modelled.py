@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.parallel.worlds import on_endpoints
-from zmqtrain.errors import ProtocolError
+from zmqtrain.errors import ProtocolError, UsageError
 from zmqtrain.parallel.communicator import Communicator, Expected, Fabric, Label
 from zmqtrain.parallel.domain.convolution import DomainConv
 from zmqtrain.parallel.geometry import even
@@ -111,3 +111,10 @@ def test_a_copy_without_content_shares_what_the_model_shares() -> None:
     assert {each.device.type for each in copy.state_dict().values()} == {"meta"}
     assert [each.requires_grad for each in copy.parameters()] == [each.requires_grad for each in model.parameters()]
     assert {each.device.type for each in model.state_dict().values()} == {"cpu"}
+
+
+def test_a_model_whose_functions_refer_to_it_has_no_copy() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_forward_hook(lambda module, inputs, output: output * model[0].weight.sum())
+    with pytest.raises(UsageError, match="Sequential cannot be copied: a hook, or a function that it keeps, refers to its modules"):
+        without_content(model)

@@ -406,3 +406,11 @@ def test_in_single_precision_neither(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 def _single(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    """Its copy would compute with its own layers, and so would the ordinary one and the divided one."""
+    model = nn.Sequential(nn.Linear(6, 3))
+    vars(model)["score"] = lambda x: model[0](x)
+    with pytest.raises(UsageError, match=r"Sequential cannot be copied: .* or give verify a function that makes the model"):
+        run_ranks(2, lambda fabric: verify(model, "2x1", fabric=fabric, inputs=(vectors(SAMPLES),)))

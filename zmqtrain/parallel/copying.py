@@ -15,6 +15,11 @@ from torch import Tensor, nn
 
 from zmqtrain.parallel.kept import entries
 
+#: Why a model has no copy of its own.
+ITSELF = (
+    "a hook, or a function that it keeps, refers to its modules or tensors, and a copy of it would use these (write it as a method)"
+)
+
 
 def copied(model: nn.Module) -> nn.Module | None:
     """A model like it; ``None`` where there is none: tensors that have been computed cannot be copied, nor locks and the like, nor

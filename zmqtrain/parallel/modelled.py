@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zmqtrain.errors import UsageError
+from zmqtrain.parallel.copying import ITSELF, refers_to_itself
 from zmqtrain.parallel.placed.tensor import Placed
 
 #: An operator's operations, of its arguments and its result.
@@ -83,7 +85,11 @@ def _written(result: Any) -> int:
 
 
 def without_content(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device. What modules share they share in the copy, too."""
+    """A copy of a model whose parameters and buffers are on the meta device. What modules share they share in the copy, too.
+
+    Raises `UsageError` for a model that has no copy of its own."""
+    if refers_to_itself(model):
+        raise UsageError(f"{type(model).__name__} cannot be copied: {ITSELF}")
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)

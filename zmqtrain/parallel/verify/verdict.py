@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from zmqtrain.data.batch import Batch
 from zmqtrain.errors import DifferentModelError, UsageError
 from zmqtrain.parallel.communicator import Fabric, Label
+from zmqtrain.parallel.copying import ITSELF, refers_to_itself
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.model import ParallelModel, Statistics, map_tensors, parallelize
 from zmqtrain.parallel.plan import Plan
@@ -78,9 +79,12 @@ def verify(
         loss: the mean over its samples; by default a weighted sum of the outputs.
         optimizer: makes the optimizer of a list of parameters; by default none is compared.
 
-    Raises `DifferentModelError` on all processes where there is a difference, and `UsageError` as `parallelize` does.
+    Raises `DifferentModelError` on all processes where there is a difference. Raises `UsageError` as `parallelize` does,
+    and for a model that cannot be copied.
     """
     grid = Grid.parse(grid) if isinstance(grid, str) else grid
+    if isinstance(model, nn.Module) and refers_to_itself(model):
+        raise UsageError(f"{type(model).__name__} cannot be copied: {ITSELF}; or give verify a function that makes the model")
     make: Callable[[], nn.Module] = (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model
     settings: dict[str, Any] = {"seed": seed, "statistics": statistics, "whole": tuple(whole)}
 
