@@ -326,7 +326,16 @@ EVENTS: Mapping[str, tuple[str, str]] = {
         "A shard of a run with replicas is on a second server from now on, or on one only",
         "`shard`, `server` (which serves it), `backup` (null: none), `alone` (no server is left that could be one), `reason`",
     ),
-    "took over": ("A server serves a shard whose server was lost", "`shard`, `updates` (of its pieces, so far), `reason`"),
+    "moves": (
+        "A shard is to be on other servers",
+        "`shard`, `server` (which is to serve it), `backup` (null: none), `reason`",
+    ),
+    "copied": ("A server has given another one a copy of its shard", "`shard`, `to`, `seconds`, `bytes`"),
+    "moved": ("A server has handed a shard over to another one", "`shard`, `server` (which serves it now), `before`, `reason`"),
+    "took over": (
+        "A server serves a shard whose server was lost or has handed it over",
+        "`shard`, `updates` (of its pieces, so far), `reason`",
+    ),
     "lost": ("A member is gone without having left", "`peer`, `host`, `reason`"),
     "failed": ("A member has failed, and the run with it", "`peer`, `reason`"),
     "halt": ("A member asks to stop the run", "`peer` and `reason`, which has the error"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from zmqtrain.errors import UsageError
@@ -11,24 +13,27 @@ from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 
 ALL = ["agent/h1", "agent/h2", "worker/0", "worker/1"]
+TWICE = {"shards": 2, "replicas": 1}
 
 
-def topology(kind: str, **job: object) -> Topology:
+def topology(kind: str, *, exchange: dict[str, object] | None = None, **job: object) -> Topology:
     hosts = [{"name": "h[1-2]", "slots": 2}]
-    exchange = {"kind": kind, **({"shards": 1} if kind == "model_server" else {})}
+    exchange = {"kind": kind, **({"shards": 1} if kind == "model_server" else {}), **(exchange or {})}
     return Topology.from_dict({"job": job, "hosts": hosts, "compute": {"groups": 2}, "exchange": exchange})
 
 
-def check(host: str, run: Topology, members: list[str] = ALL) -> None:
+def check(host: str, run: Topology, members: list[str] = ALL, leaving: tuple[str, ...] = ()) -> None:
     placement = place(run)
     hosts = {role.peer: role.host for role in placement.roles}
-    there = {peer: Member(peer, "", hosts.get(peer, peer[6:]), "worker" if peer in hosts else "agent", 0) for peer in members}
-    check_drain(host, run, placement, View(3, True, there, {}))
+    kinds = {peer: peer.partition("/")[0] for peer in members}
+    there = {peer: Member(peer, "", hosts.get(peer, peer[6:]), cast(Any, kinds[peer]), 0) for peer in members}
+    check_drain(host, run, placement, View(3, True, there, {}, leaving=leaving))
 
 
 def test_who_may_leave() -> None:
     check("h1", topology("gossip"))
     check("h1", topology("model_server"))
+    check("h2", topology("model_server", exchange=TWICE), [*ALL, "server/0", "server/1"])
 
 
 @pytest.mark.parametrize(
@@ -46,3 +51,10 @@ def test_who_may_leave() -> None:
 def test_who_may_not(host: str, run: Topology, members: list[str], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         check(host, run, members)
+
+
+def test_a_host_stays_that_has_the_last_server() -> None:
+    with pytest.raises(UsageError, match="server/0 runs there, and no other host has a model server that could have its shard"):
+        check("h2", topology("model_server", exchange=TWICE), [*ALL, "server/0"])
+    with pytest.raises(UsageError, match="no other host has a model server that could have its shard"):
+        check("h2", topology("model_server", exchange=TWICE), [*ALL, "server/0", "server/1"], leaving=("server/1",))

@@ -500,9 +500,11 @@ class ModelServerExchange:
         into = bucket.parameters.part(piece.start, piece.stop)
 
         async def exchange(server: PeerId) -> Payload:
-            await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index, lasting=lasting)
-            async with in_time(server, f"the parameters of piece {piece.index} for step {step + 1}", self._settings.barrier_s):
-                return await self._endpoint.receive(server, parameters_tag(piece.index, step + 1), into=into)
+            tag = parameters_tag(piece.index, step + 1)
+            async with self._heads.waits_for(server, tag):
+                await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index, lasting=lasting)
+                async with in_time(server, f"the parameters of piece {piece.index} for step {step + 1}", self._settings.barrier_s):
+                    return await self._endpoint.receive(server, tag, into=into)
 
         read = self._note(piece, await self._heads.ask(piece.server, exchange))
         self._recorder.audit("read", piece=piece.index, step=step + 1, version=read.version)

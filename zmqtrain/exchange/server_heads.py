@@ -1,18 +1,22 @@
 """The model servers that serve the shards now, as a worker knows them.
 
-If shards are kept twice, another server may serve a shard from one moment to the next. Whatever a worker has asked of the one that
-was lost it then asks of the other: servers tell what is new to them from what they have got by way of the lost one.
+If shards are kept twice, another server may serve a shard from one moment to the next, since the one before was lost or has handed
+it over. Whatever a worker has asked of that one, and has not got, it then asks of the other: servers tell what is new to them from
+what they have got by way of the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from zmqtrain.errors import PeerLostError
+from zmqtrain.exchange.server_messages import MOVED, moved_version
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.news import News
-from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Value
 
@@ -22,6 +26,14 @@ T = TypeVar("T")
 AGAIN = "again"
 
 
+class ShardMovedError(Exception):
+    """Another server has the shard since the view of this version."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"another server has the shard since the view of version {version}")
+        self.version = version
+
+
 class Heads:
     """The server that serves each shard at present, as workers know it."""
 
@@ -29,6 +41,10 @@ class Heads:
         """``servers``: those that begin with a shard each. ``membership``: given if shards are kept twice."""
         self._endpoint, self._servers = endpoint, tuple(servers)
         self._news = None if membership is None else News(membership)
+        self._waits: dict[tuple[PeerId, Tag], asyncio.Timeout] = {}  # what a server is to send
+        self._moved: dict[tuple[PeerId, Tag], int] = {}  # of these: what it will not send, since the view of this version
+        if membership is not None:
+            endpoint.serve(MOVED, self._on_moved)
 
     @property
     def replicated(self) -> bool:
@@ -52,11 +68,16 @@ class Heads:
         return chain[0] if chain else self._servers[shard]  # nobody has it, and the run ends
 
     async def ask(self, shard: int, attempt: Callable[[PeerId], Awaitable[T]]) -> T:
-        """``attempt(server)``; once more with the next server if this one is lost. Raises what it raises otherwise."""
+        """``attempt(server)``; once more with the next server if this one is lost, or has handed the shard over. Raises what it
+        raises otherwise."""
         while True:
             server = self.of(shard)
             try:
                 return await attempt(server)
+            except ShardMovedError as moved:
+                assert self._news is not None
+                unknown = PeerLostError(server, "it has handed over what it had", waiting_for="the next server of its shard")
+                await self._news.until(lambda view, since=moved.version: view.version >= since, unknown)  # type: ignore[misc]
             except PeerLostError as error:
                 if self._news is None or error.peer != server:
                     raise
@@ -71,9 +92,40 @@ class Heads:
         return await self.ask(shard, attempt)
 
     async def request_of(self, server: PeerId, shard: int, method: str, *values: Value, timeout: float) -> Value:
-        """A request about the shard to this very server."""
+        """A request about the shard to this very server. Raises `ShardMovedError`."""
         arguments = (shard, *values) if self.replicated else values
-        return (await self._endpoint.request(server, method, *arguments, timeout=timeout)).meta
+        answer = (await self._endpoint.request(server, method, *arguments, timeout=timeout)).meta
+        if self.replicated and (version := moved_version(answer)) is not None:
+            raise ShardMovedError(version)
+        return answer
+
+    @asynccontextmanager
+    async def waits_for(self, server: PeerId, tag: Tag) -> AsyncIterator[None]:
+        """Within it the message with this tag is asked of the server, and awaited. Raises `ShardMovedError` once the server says
+        that another one will send it."""
+        if self._news is None:
+            yield
+            return
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits[server, tag] = wait
+                yield
+        except TimeoutError:
+            if wait.expired():
+                raise ShardMovedError(self._moved[server, tag]) from None
+            raise
+        finally:
+            del self._waits[server, tag]
+            self._moved.pop((server, tag), None)
+
+    async def _on_moved(self, caller: PeerId, shard: Value, version: int, tags: Value) -> Value:
+        for tag in tags if isinstance(tags, list) else ():
+            key = caller, tuple(tag) if isinstance(tag, list) else ()
+            wait = self._waits.get(key)
+            if wait is not None and key not in self._moved:
+                self._moved[key] = version
+                wait.reschedule(asyncio.get_running_loop().time())
+        return None
 
     async def request_all(self, method: str, *values: Value, timeout: float) -> list[Value]:
         """A request to the servers of all shards. Returns their answers, by shard."""

@@ -17,6 +17,7 @@ shown                 server to group 0        ``("shown", piece, label)``      
 finished (request)    worker to servers        ``finished``                                   this worker needs no server
 order                 server 0 to servers      ``("order",)``                                 snapshots: what comes next
 norm                  server to servers        ``("norm", number)``                           clipping: sum of squares
+moved (request)       server to worker         ``moved``                                      a shard is on another server now
 members (request)     worker to servers        ``members``                                    elastic: who is there, how far others
 change (request)      worker to servers        ``change``                                     elastic: a step, and its members
 history (request)     worker to server 0       ``history``                                    elastic: all changes so far
@@ -230,8 +231,27 @@ def _life_of(row: object) -> tuple[int, int]:
     raise ProtocolError(f"the header of a push names {row!r:.60} as a lost process; it must have an incarnation and a step")
 
 
+#: The method by which a worker learns that a server will not answer what it has sent, since another one has the shard.
+MOVED = "moved"
+#: The topic of the parameters with which a worker begins that comes late.
+ENTERED = "entered"
+
+
 def entered_tag(piece: int, incarnation: int) -> Tag:
-    return ("entered", piece, incarnation)
+    return (ENTERED, piece, incarnation)
+
+
+def moved_value(version: int) -> Value:
+    """The answer to a request about a shard that another server has since the view of this version."""
+    return {MOVED: version}
+
+
+def moved_version(answer: Value) -> int | None:
+    """The version in such an answer; ``None``: it is another one."""
+    match answer:
+        case {"moved": int(version)}:
+            return version
+    return None
 
 
 def initial_tag(piece: int) -> Tag:

@@ -105,7 +105,7 @@ class ServerReads:
 
         async def receive(bucket: Bucket, piece: Piece) -> None:
             into = bucket.parameters.part(piece.start, piece.stop)
-            async with in_time(server, what, self._barrier_s):
+            async with self._heads.waits_for(server, tag(piece.index)), in_time(server, what, self._barrier_s):
                 received = await self._endpoint.receive(server, tag(piece.index), into=into)
             found.append((piece, self._note(piece, received).version))
 

@@ -79,7 +79,20 @@ class Note:
     """An event for the run's record."""
 
     kind: Literal[
-        "join", "running", "not elastic", "backup", "leave", "exit", "lost", "no workers", "halt", "finishing", "failed", "ended"
+        "join",
+        "running",
+        "not elastic",
+        "backup",
+        "moves",
+        "moved",
+        "leave",
+        "exit",
+        "lost",
+        "no workers",
+        "halt",
+        "finishing",
+        "failed",
+        "ended",
     ]
     values: Mapping[str, Value]
     reason: str

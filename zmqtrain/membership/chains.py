@@ -2,7 +2,8 @@
 
 A shard's *chain* begins with the server that serves it; the next one has an equal copy (chain replication: van Renesse and
 Schneider 2004). A server comes into a chain only once it has all that anybody may have seen of the shard, and leaves it when it
-is lost. So the first server of a chain may serve; and since all processes learn of chains from numbered views, no two ever do.
+is lost or not needed. The first one may hand the shard over to the next, once they have carried out the same. So the first server
+of a chain may serve; and since all processes learn of chains from numbered views, no two ever do.
 """
 
 from __future__ import annotations
@@ -31,12 +32,30 @@ class Chains:
 
     def add(self, shard: int, head: PeerId, backup: PeerId) -> str | None:
         """``head``, which serves the shard, says that ``backup`` has an equal copy. Returns why that cannot be, if so."""
-        if not 0 <= shard < len(self._chains) or not self._chains[shard] or self._chains[shard][0] != head:
+        if not self._serves(head, shard):
             return f"{head} does not serve shard {shard}"
         if backup == head:
             return f"{head} cannot be its own backup"
         self._chains[shard] = (head, backup)
         return None
+
+    def hand_over(self, shard: int, head: PeerId, to: PeerId, *, copies: bool) -> str | None:
+        """``head`` gives the shard to its backup ``to``, which has an equal copy. ``copies``: it keeps its own, as the backup.
+        Returns why that cannot be, if so."""
+        if not self._serves(head, shard) or self._chains[shard] != (head, to):
+            return f"{head} does not serve shard {shard} with {to} as its backup"
+        self._chains[shard] = (to, head) if copies else (to,)
+        return None
+
+    def do_without(self, shard: int, head: PeerId, backup: PeerId) -> str | None:
+        """``head``, which serves the shard, needs this backup no more. Returns why that cannot be, if so."""
+        if not self._serves(head, shard):
+            return f"{head} does not serve shard {shard}"
+        self._chains[shard] = tuple(other for other in self._chains[shard] if other != backup)
+        return None
+
+    def _serves(self, server: PeerId, shard: int) -> bool:
+        return 0 <= shard < len(self._chains) and self._chains[shard][:1] == (server,)
 
     def remove(self, server: PeerId) -> list[int]:
         """The server is lost. Returns the shards of which it had a copy."""

@@ -165,6 +165,18 @@ class Membership:
         `PeerLostError` if that server is gone."""
         self._newer(View.from_value(await self._ask("backup", shard, backup)))
 
+    async def hand_over(self, shard: int, to: PeerId) -> View:
+        """Say that ``to``, the backup of a shard that this server serves, is to serve it: it has an equal copy, and nothing is
+        carried out any more here. Returns the view that says so. Raises `PeerLostError` if that server is gone: then nothing has
+        changed."""
+        view = View.from_value(await self._ask("hand_over", shard, to))
+        self._newer(view)
+        return view
+
+    async def without_backup(self, shard: int, backup: PeerId) -> None:
+        """Say that a shard that this server serves needs this backup no more. On return ``view`` shows it."""
+        self._newer(View.from_value(await self._ask("without_backup", shard, backup)))
+
     async def report(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Send events (plain values) to the run's record; on return they have arrived, once."""
         async with self._reporting:

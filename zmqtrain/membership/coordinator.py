@@ -15,7 +15,7 @@ A program that runs the roles as its own coroutines passes ``agents=False``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeAlias
@@ -70,6 +70,7 @@ class Coordinator:
         elastic: bool = False,
         lasting: bool = False,
         replicated: bool = False,
+        copies: bool = True,
         on_event: EventCallback | None = None,
         on_report: ReportCallback | None = None,
         journal: Journal | None = None,
@@ -94,6 +95,7 @@ class Coordinator:
             lasting=lasting,
             patient=journal is not None,
             chains=Chains([server.peer for server in placement.server_roles]) if replicated else None,
+            copies=copies,
             ledger=ledger,
             spare=spare_members(placement) if agents else (),
         )
@@ -121,7 +123,7 @@ class Coordinator:
                 self.failed.set()
             self._do(self._roster.met())
         served = ("join", "again", "ready", "barrier", "agree", "needs_all", "alike", "backup", "heartbeat", "exited", "rift")
-        for name in (*served, "report", "halt", "failed", "leave"):
+        for name in (*served, "hand_over", "without_backup", "report", "halt", "failed", "leave"):
             endpoint.serve(f"membership.{name}", getattr(self, f"_serve_{name}"))
         endpoint.on_superseded(self._give_way)
         endpoint.on_lost(lambda peer, reason: self._do(self._roster.handle_lost(peer, reason, self._now())))
@@ -142,6 +144,10 @@ class Coordinator:
     def halt(self, reason: Mapping[str, Any]) -> None:
         """Stop the run, as a role may by `Membership.halt`: every member is told once."""
         self._do(self._roster.handle_halt(COORDINATOR, reason, self._now()))
+
+    def let_go(self, servers: Sequence[PeerId]) -> None:
+        """These model servers are to leave: what they have of the model goes to others, as views tell."""
+        self._do(self._roster.handle_leaving(servers, self._now()))
 
     def host_ended(self, host: str, reason: str) -> None:
         """The engine reports that a host's agent has ended: its roles have ended with it."""
@@ -400,6 +406,16 @@ class Coordinator:
         if not isinstance(shard, int) or not isinstance(backup, str):
             raise ProtocolError(f"{caller} names a wrong shard or server")
         return await self._decide(lambda ticket: self._roster.handle_backup(caller, shard, backup, ticket, self._now()))
+
+    async def _serve_hand_over(self, caller: PeerId, shard: Value, to: Value) -> Value:
+        if not isinstance(shard, int) or not isinstance(to, str):
+            raise ProtocolError(f"{caller} names a wrong shard or server")
+        return await self._decide(lambda ticket: self._roster.handle_hand_over(caller, shard, to, ticket, self._now()))
+
+    async def _serve_without_backup(self, caller: PeerId, shard: Value, backup: Value) -> Value:
+        if not isinstance(shard, int) or not isinstance(backup, str):
+            raise ProtocolError(f"{caller} names a wrong shard or server")
+        return await self._decide(lambda ticket: self._roster.handle_without_backup(caller, shard, backup, ticket, self._now()))
 
     async def _serve_heartbeat(self, caller: PeerId, alive: Value) -> Value:
         if not isinstance(alive, list):

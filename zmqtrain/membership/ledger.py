@@ -14,6 +14,8 @@ from zmqtrain.wire.payload import Value
 RUN, MEMBER, OPENED = "run", "member/", "opened/"
 #: The name of which servers have each shard.
 CHAINS = "chains"
+#: The name of which shards are to move, and which servers are to leave.
+MOVES = "moves"
 
 
 def value_of_entry(entry: Entry) -> Value:

@@ -47,12 +47,14 @@ from zmqtrain.membership.joins import Joins
 from zmqtrain.membership.ledger import (
     CHAINS,
     MEMBER,
+    MOVES,
     OPENED,
     RUN,
     restore_entry,
     value_of_entry,
 )
 from zmqtrain.membership.member_barriers import MemberBarriers
+from zmqtrain.membership.moves import Moves
 from zmqtrain.membership.rifts import Life, Rifts
 from zmqtrain.membership.run_status import RunStatus
 from zmqtrain.membership.state import Entry, MemberTable, Presence, State
@@ -88,18 +90,20 @@ class Roster:
         lasting: bool = False,
         patient: bool = False,
         chains: Chains | None = None,
+        copies: bool = True,
         ledger: Mapping[str, Any] | None = None,
         spare: Iterable[Member] = (),
     ) -> None:
         """``elastic``: the run continues without workers that are lost, and admits workers that come back. ``lasting``: it does
         so even if all are lost for a while, since what they have trained is on model servers. ``chains``: without model servers
-        that are lost, too, as long as each shard is left on one. ``patient``: members may
+        that are lost, too, as long as each shard is left on one. ``copies``: each shard is to be on two. ``patient``: members may
         lose touch with the coordinator for a while, so that a broken link alone does not say that one is lost. ``ledger``: what
         another roster of this run has left (`ledger`), of a run in which all had joined; this one goes on from there. ``spare``:
         members that may come once the run has begun."""
         self._run = RunStatus(timeouts)
         self._elastic, self._lasting, self._patient = elastic, lasting, patient
-        self._chains = chains or Chains()
+        self._chains, self._copies = chains or Chains(), copies
+        self._moves = Moves(copies=copies)
         self._told = 0  # the version of the newest view that was sent to all
         self._timeouts = timeouts
         self._members = MemberTable(expected, spare)
@@ -120,13 +124,17 @@ class Roster:
         run: list[Value] = [self.state.value, self._version, self._told, self._complete, self._run.end_reason, self._elastic]
         members = {f"{MEMBER}{entry.member.peer}": value_of_entry(entry) for entry in self._members if not entry.is_observer}
         opened = {f"{OPENED}{name}": value for name, value in self._barriers.opened().items()}
-        chains: dict[str, Value] = {CHAINS: self._chains.to_value()} if self._chains else {}
+        chains: dict[str, Value] = {}
+        if self._chains:
+            chains = {CHAINS: self._chains.to_value(), MOVES: self._moves.to_value()}
         return {RUN: [*run, *self._run.reasons(), self._changes], **chains, **members, **opened}
 
     def _restore(self, ledger: Mapping[str, Any], now: float) -> None:
         state, version, told, complete, end_reason, self._elastic, *reasons, changes = ledger[RUN]
         self._version, self._told, self._complete, self._changes = version, told, complete, changes
         self._chains = Chains.from_value(ledger.get(CHAINS, ()))
+        if self._chains:
+            self._moves.restore(ledger[MOVES])
         self._run.restore(state, end_reason, reasons, now)
         for entry in self._members:
             restore_entry(entry, ledger[f"{MEMBER}{entry.member.peer}"])
@@ -178,7 +186,8 @@ class Roster:
     def view(self) -> View:
         """The members as they are now."""
         view = self._members.view(self._version, complete=self._complete)
-        return replace(view, chains=self._chains.value, changes=self._changes)
+        moves = self._moves
+        return replace(view, chains=self._chains.value, leaving=moves.leaving, goals=dict(moves.goals), changes=self._changes)
 
     def is_here(self, peer: PeerId) -> bool:
         """Whether this peer is a member now."""
@@ -316,6 +325,56 @@ class Roster:
         values: dict[str, Any] = {"shard": shard, "server": head, "backup": backup}
         told = self._tell_view(reason, but=head)
         return [Note("backup", values, reason), *told, Answer(ticket, self.view().to_value(), reason)]
+
+    def handle_hand_over(self, head: PeerId, shard: int, to: PeerId, ticket: Ticket, now: float) -> list[Action]:
+        """The server of a shard gives it to its backup, which has an equal copy. If it asks once more, since it has had no answer,
+        it may have done so already."""
+        error, other = self._may_not(head), self._members.get(to)
+        if error is None and (other is None or not other.here):
+            error = PeerLostError(to, "it is not there", waiting_for=f"it to serve shard {shard}")
+        if error is not None:
+            return [Refuse(ticket, error)]
+        reason = f"{to} serves shard {shard} in place of {head}"
+        if 0 <= shard < len(self._chains.value) and self._chains.value[shard][:1] == (to,):
+            return [Answer(ticket, self.view().to_value(), reason)]
+        why = self._chains.hand_over(shard, head, to, copies=self._copies)
+        if why is not None:
+            return [Refuse(ticket, ProtocolError(why))]
+        self._version += 1
+        values: dict[str, Any] = {"shard": shard, "server": to, "before": head}
+        told = self._tell_view(reason, but=head)
+        return [Note("moved", values, reason), *told, Answer(ticket, self.view().to_value(), reason)]
+
+    def handle_without_backup(self, head: PeerId, shard: int, backup: PeerId, ticket: Ticket, now: float) -> list[Action]:
+        """The server of a shard needs this backup no more."""
+        error = self._may_not(head)
+        why = None if error is not None else self._chains.do_without(shard, head, backup)
+        if error is not None or why is not None:
+            return [Refuse(ticket, error or ProtocolError(why or ""))]
+        self._version += 1
+        reason = f"shard {shard} is only on {head} from now on: {backup} leaves, and there is no other server"
+        values: dict[str, Any] = {"shard": shard, "server": head, "backup": None, "alone": True}
+        told = self._tell_view(reason, but=head)
+        return [Note("backup", values, reason), *told, Answer(ticket, self.view().to_value(), reason)]
+
+    def handle_leaving(self, servers: Sequence[PeerId], now: float) -> list[Action]:
+        """These model servers are to leave: what they have of the model goes to others."""
+        self._moves.leave(servers)
+        self._version += 1
+        return self._tell_view(f"{name_some(list(servers))} {'is' if len(servers) == 1 else 'are'} to leave")
+
+    def _decide_moves(self) -> list[Action]:
+        """Something has changed: what is to be moved now."""
+        if not self._chains or self.state is not State.RUNNING:
+            return []
+        hosts = {entry.member.peer: entry.member.host for entry in self._members.of_kind("server") if entry.here}
+        actions: list[Action] = []
+        for move in self._moves.decide(self._chains.value, hosts):
+            head, *backup = move.goal
+            values: dict[str, Any] = {"shard": move.shard, "server": head, "backup": backup[0] if backup else None}
+            reason = f"shard {move.shard} moves to {' and '.join(move.goal)}: {move.reason}"
+            actions.append(Note("moves", values, reason))
+        return actions
 
     def handle_agree(
         self,
@@ -698,9 +757,10 @@ class Roster:
 
     def _tell_view(self, reason: str, *, but: PeerId | None = None) -> list[Action]:
         """Send all members the current view, which replaces all earlier ones."""
+        moves = self._decide_moves()
         self._told = self._version
         tell = [action for action in self._tell_all("view", self.view().to_value(), reason) if action.to != but]
-        return [*self._barriers.outdate(self._version, reason), *tell]
+        return [*moves, *self._barriers.outdate(self._version, reason), *tell]
 
     def _fail(self, failure: Failure, now: float) -> list[Action]:
         told = self._run.fail(failure, now)

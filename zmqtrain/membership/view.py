@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from zmqtrain.net.endpoint import PeerId
@@ -50,6 +50,10 @@ class View:
     """The members that were lost, with the reasons."""
     chains: tuple[tuple[PeerId, ...], ...] = ()
     """If shards of the model are kept more than once: the servers that have each of them. The first one serves it."""
+    leaving: tuple[PeerId, ...] = ()
+    """Model servers that are to have no shard any more."""
+    goals: Mapping[int, tuple[PeerId, ...]] = field(default_factory=dict)
+    """Shards that are to move, with the chains that they are to become."""
     changes: int = 0
     """How often others could take part, since all had joined: a worker was lost or has left, or one that came late was ready. Also
     if it was another one in the end that came and was lost again, so that the same can take part as before."""
@@ -73,6 +77,10 @@ class View:
         }
         if self.chains:
             value["chains"] = [list(chain) for chain in self.chains]
+        if self.leaving:
+            value["leaving"] = list(self.leaving)
+        if self.goals:
+            value["goals"] = [[shard, *goal] for shard, goal in self.goals.items()]
         if self.changes:
             value["changes"] = self.changes
         return value
@@ -83,7 +91,9 @@ class View:
         members = [Member(**member) for member in value["members"]]
         chains = tuple(tuple(map(str, chain)) for chain in value.get("chains", ()))
         here, changes = {member.peer: member for member in members}, int(value.get("changes", 0))
-        return cls(value["version"], value["complete"], here, dict(value["lost"]), chains, changes)
+        leaving = tuple(map(str, value.get("leaving", ())))
+        goals = {int(shard): tuple(map(str, goal)) for shard, *goal in value.get("goals", ())}
+        return cls(value["version"], value["complete"], here, dict(value["lost"]), chains, leaving, goals, changes)
 
 
 #: `dataclasses.asdict` takes ten times as long, and a view may have thousands of members.

@@ -92,6 +92,7 @@ class Agent:
         self._lives: dict[PeerId, asyncio.Task[None]] = {}  # the task that watches each role
         self._watching: asyncio.TaskGroup | None = None  # the task group of `_lives`, as long as there are tasks
         self._told_to_end = asyncio.Event()
+        self._needless = False
         self._stopping = asyncio.Event()
         self._preempted = asyncio.Event()
         self._stopped: set[PeerId] = set()  # roles that this agent has ended
@@ -109,7 +110,7 @@ class Agent:
         self._link.alone_s = self._description.alone_s
         self._link.on_halt(self._halt)
         self._link.on_lost(self._end_lost)
-        self._link.on_withdraw(self.stop)
+        self._link.on_withdraw(self._leave_as_asked)
         async with task_group() as group:
             background = [
                 group.create_task(self._link.run(), name="heartbeats"),
@@ -129,6 +130,11 @@ class Agent:
     def stop(self) -> None:
         """End all roles in an orderly way. Called when this process was told to end: an elastic run goes on without this host, any
         other is halted, with this as the reason."""
+        self._told_to_end.set()
+
+    def _leave_as_asked(self) -> None:
+        """The coordinator asks this host to leave: the run needs none of its roles."""
+        self._needless = True
         self._told_to_end.set()
 
     def preempt(self) -> None:
@@ -209,7 +215,8 @@ class Agent:
         host = self._environment.peer.partition("/")[2]
         placement = self._description.placement
         only_workers = all(role.kind == "worker" for role in placement.of_host(host))
-        if self._description.topology.elastic and only_workers and any(role.host != host for role in placement.workers):
+        others = only_workers and any(role.host != host for role in placement.workers)
+        if self._needless or (self._description.topology.elastic and others):
             self._patience_s = 0.0  # nobody else tells the roles
         elif not self._stopping.is_set():
             reason = {

@@ -1,7 +1,9 @@
-"""Let a host leave an elastic run while it trains: its workers end, and others train what they have begun."""
+"""Let a host leave an elastic run while it trains: what its model servers have moves to others, then its workers end, and others
+train what they have begun."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from zmqtrain.errors import UsageError
@@ -12,11 +14,11 @@ from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.waiting import in_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from zmqtrain.membership.coordinator import Coordinator
     from zmqtrain.membership.view import View
-    from zmqtrain.net.endpoint import Endpoint
+    from zmqtrain.net.endpoint import Endpoint, PeerId
     from zmqtrain.topology.placement import Placement
     from zmqtrain.topology.schema import Topology
 
@@ -32,11 +34,23 @@ def check_drain(host: str, topology: Topology, placement: Placement, view: View)
         raise UsageError(f"the run cannot continue without {host}: {reason}")
     if f"agent/{host}" not in view.members:
         raise UsageError(f"{host} is not in the run: it has no role, has left, or was lost")
-    others = [role.peer for role in placement.of_host(host) if role.kind != "worker"]
-    if others:
-        raise UsageError(f"the run cannot continue without {host}: {', '.join(others)} runs there")
+    for what, reason in _which_stay(host, topology, placement, view):
+        raise UsageError(f"the run cannot continue without {host}: {what} runs there, {reason}")
     if not any(member.host != host for member in view.workers()):
         raise UsageError(f"the run cannot continue without {host}: it has no worker on another host")
+
+
+def _which_stay(host: str, topology: Topology, placement: Placement, view: View) -> Iterator[tuple[str, str]]:
+    """The roles that keep the host in the run, each with the reason."""
+    for role in placement.of_host(host):
+        if role.kind == "fc":
+            yield role.peer, "and the layers of an FC server do not move"
+        elif role.kind == "server" and not topology.replicated:
+            yield role.peer, "and its shard moves only in a run with [exchange] replicas = 1"
+        elif role.kind == "server" and not any(
+            member.host != host and member.peer not in view.leaving for member in view.servers()
+        ):
+            yield role.peer, "and no other host has a model server that could have its shard"
 
 
 async def drain(
@@ -53,11 +67,27 @@ async def drain(
     if not coordinator.running.is_set():
         raise UsageError(f"{host} cannot leave yet: not all members of the run have joined")
     check_drain(host, topology, placement, coordinator.view)
+    timeouts, agent = topology.job.timeouts, f"agent/{host}"
+    servers = [role.peer for role in placement.of_host(host) if role.kind == "server"]
+    if servers:
+        say(f"{host} is asked to leave: what {' and '.join(servers)} {'has' if len(servers) == 1 else 'have'} moves to others")
+        coordinator.let_go(servers)
+        # As long as it takes: they train on meanwhile.
+        moved = partial(_has_moved, agent=agent, servers=servers)
+        if not await coordinator.until(moved):
+            return "the run has ended"
+        if agent not in coordinator.view.members:
+            return f"{host} was lost while it was to leave"
     workers = sum(role.kind == "worker" for role in placement.of_host(host))
     count = "its worker ends" if workers == 1 else f"its {workers} workers end"
-    say(f"{host} is asked to leave: {count}, and others train what is left")
-    timeouts, agent = topology.job.timeouts, f"agent/{host}"
+    if workers:
+        say(f"{host} is asked to leave: {count}, and others train what is left")
     await endpoint.request(agent, WITHDRAW, timeout=timeouts.request_s)
     async with in_time(agent, "its roles to end", timeouts.grace_s + timeouts.lost_s):
         went_on = await coordinator.until(lambda view: agent not in view.members)
     return f"{host} has left the run" if went_on else "the run has ended"
+
+
+def _has_moved(view: View, *, agent: PeerId, servers: Sequence[PeerId]) -> bool:
+    """Whether these servers have nothing any more that others need, or are lost with their host."""
+    return agent not in view.members or not any(server in chain for chain in view.chains for server in servers)

@@ -70,6 +70,11 @@ class Operation:
         raise ProtocolError(f"a model server sent {payload.meta!r:.100} as an operation on a shard")
 
 
+def over() -> Payload:
+    """The message that tells a server that it need not keep its copy of a shard any more."""
+    return ValuePayload(["over"])
+
+
 def own_copy(payload: Payload) -> Payload:
     """The same in memory of its own."""
     mine = payload.empty_like()

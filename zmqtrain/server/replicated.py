@@ -3,25 +3,33 @@ servers are lost::
 
     configure, initial values -> a copy for the backup -> serving (`Head`) ... -> finished
     a copy from another server -> its operations ...   -> that server is lost -> serving (`Head`) ...
+                                                       -> or hands the shard over -> the same
+    serving (`Head`) -> hands the shard over           -> a copy of it, or nothing
 
 Which server serves a shard is what the newest view of the members says (`zmqtrain.membership.chains`). A worker may know of a
-newer view than this server, so what it asks for waits until this server knows of it, too."""
+newer view than this server, so what it asks for waits until this server knows of it, too. It may also know of an older one: then it
+is told that the shard has moved."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from zmqtrain.arena.arena import Arena
-from zmqtrain.errors import PeerLostError, ProtocolError
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.server_changes import CHANGE, HISTORY, MEMBERS
 from zmqtrain.exchange.server_heads import AGAIN
-from zmqtrain.exchange.server_messages import Configuration, parse_push_tag
+from zmqtrain.exchange.server_messages import (
+    MOVED,
+    Configuration,
+    moved_value,
+    parameters_tag,
+    parse_push_tag,
+)
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.news import News
 from zmqtrain.membership.view import View
@@ -29,7 +37,7 @@ from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.background import ServerTasks
 from zmqtrain.server.fill import fill, make_entries
 from zmqtrain.server.gate import ShutGate
-from zmqtrain.server.head import Head
+from zmqtrain.server.head import HandedOverError, Head
 from zmqtrain.server.lives import Seen, told_change, told_teams
 from zmqtrain.server.load import LoadEvents
 from zmqtrain.server.operations import LOG, LOGGED, Operation, logged_tag
@@ -46,17 +54,13 @@ from zmqtrain.wire.value import ValuePayload
 class Follower:
     """A copy of a shard that another server serves."""
 
-    def __init__(self, incoming: Incoming) -> None:
-        self.incoming = incoming
-        self.copy: ShardCopy | None = None
+    def __init__(self, head: PeerId, *, incoming: Incoming | None = None, copy: ShardCopy | None = None) -> None:
+        """``head``: the server that serves the shard. ``incoming``: the copy that it sends. ``copy``: one that is complete."""
+        self.head, self.incoming = head, incoming
+        self.copy = copy
         """Set once it is complete."""
         self.moved = asyncio.Event()
         """There may be something to acknowledge."""
-
-    @property
-    def head(self) -> PeerId:
-        """The server that serves the shard."""
-        return self.incoming.head
 
 
 class ReplicatedServer:
@@ -78,13 +82,16 @@ class ReplicatedServer:
         self._endpoint, self._membership, self._settings, self._arena = endpoint, membership, settings, arena
         self._recorder: Recorder = recorder or NullRecorder()
         self._make_checkpoints = checkpoints
-        self._backups = partial(backups_for, placement)
+        self.backups = backups_for(placement, endpoint.peer)
+        """The others, by how well they can be its backup."""
         self._news = News(membership)
         self._seen = Seen(settings.workers)
         self._heads: dict[int, Head] = {}
         self._followers: dict[int, Follower] = {}
         self._parked: dict[int, dict[tuple[PeerId, int], tuple[PeerId, Tag, Payload]]] = {}  # pushes that come before a view
         self._shards: dict[int, int] = {}  # piece -> shard
+        self._handed: dict[int, int] = {}  # shards that were handed over, with the version of the view since which this is so
+        self._early: dict[int, list[Payload]] = {}  # of shards that are being handed over: what their next servers have sent
         self._headed = asyncio.Event()  # it serves another shard
         self._holds = membership.late  # whether it has got what it begins with: one that comes late begins with nothing
         self._servers = frozenset(server.peer for server in placement.server_roles)
@@ -99,14 +106,18 @@ class ReplicatedServer:
         self._configured: asyncio.Future[Configuration] = loop.create_future()
         self._done: asyncio.Future[None] = loop.create_future()
         endpoint.serve("configure", self._on_configure)
-        endpoint.serve("checkpoint", self._on_checkpoint)
-        endpoint.serve("show", self._on_show)
-        endpoint.serve("left", self._on_left)
-        endpoint.serve("finished", self._on_finished)
-        endpoint.serve(MEMBERS, self._on_members)
-        endpoint.serve(CHANGE, self._on_change)
-        endpoint.serve(HISTORY, self._on_history)
-        endpoint.serve(AGAIN, self._on_again)
+        of_a_shard: dict[str, Callable[..., Awaitable[Value]]] = {
+            "checkpoint": self._on_checkpoint,
+            "show": self._on_show,
+            "left": self._on_left,
+            "finished": self._on_finished,
+            MEMBERS: self._on_members,
+            CHANGE: self._on_change,
+            HISTORY: self._on_history,
+            AGAIN: self._on_again,
+        }
+        for method, handler in of_a_shard.items():
+            endpoint.serve(method, self._unless_moved(handler))
         endpoint.on_lost(self._on_lost)
         topics = [endpoint.subscribe(topic) for topic in ("push", LOG, LOGGED)]
         pushes, log, logged = topics
@@ -133,8 +144,9 @@ class ReplicatedServer:
                 self._done.exception()  # raised above, unless another error came first
         for head in self._heads.values():
             head.copy.state_held(backup=False)
-        for follower in self._followers.values():
-            if follower.copy is not None:
+        chains = self._news.view.chains
+        for shard, follower in self._followers.items():
+            if follower.copy is not None and endpoint.peer in chains[shard]:
                 follower.copy.state_held(backup=True)
         report([head.copy.shard for head in self._heads.values()], self._recorder)
 
@@ -143,13 +155,13 @@ class ReplicatedServer:
         await self._membership.finished.wait()
         for head in self._heads.values():
             head.finished()
-        self._maybe_end()
+        self.maybe_end()
 
     def halt(self, reason: Mapping[str, Any]) -> None:
         """The run must stop."""
         peer = str(reason.get("peer", "worker"))
         self._halted = PeerLostError(peer, str(reason.get("message", "the run was halted")), waiting_for="workers")
-        self._maybe_end()
+        self.maybe_end()
 
     # Its own shard.
 
@@ -181,9 +193,10 @@ class ReplicatedServer:
         if not self._shards:
             self._shards = {piece.index: piece.server for piece in configuration.pieces()}
 
-    def _serve(self, tools: ServerTools, copy: ShardCopy) -> Head:
-        head = Head(tools, copy, self._membership, self._news, self._backups, self._maybe_end)
+    def _serve(self, tools: ServerTools, copy: ShardCopy, *, joined: PeerId | None = None) -> Head:
+        head = Head(tools, copy, self._membership, self._news, self, copies=True, joined=joined)
         self._heads[copy.number] = head
+        self._handed.pop(copy.number, None)
         self._run(head.run())
         return head
 
@@ -193,7 +206,7 @@ class ReplicatedServer:
         self._headed.set()
         self._headed = asyncio.Event()
         for sender, tag, payload in self._parked.pop(head.copy.number, {}).values():
-            self._run(head.push(sender, tag, payload))
+            self._run(self._push(head, sender, tag, payload))
         self._drop_gone(self._news.view)
 
     async def _head(self, shard: Value) -> Head:
@@ -217,11 +230,16 @@ class ReplicatedServer:
                 raise ProtocolError(f"{sender} sent {tag!r:.60}, which only model servers may")
             if isinstance(payload.meta, list) and payload.meta[:1] == ["begin"]:
                 if shard not in self._heads:  # otherwise the sender does not know yet that it counts as lost
-                    self._follow(shard, Follower(Incoming(sender, payload)))
+                    self._follow(shard, Follower(sender, incoming=Incoming(sender, payload)))
                 continue
             follower = self._followers.get(shard)
             if follower is not None and follower.head == sender:
-                await self._take_of(shard, follower, payload)
+                if payload.meta == ["over"]:
+                    self._forget(shard)
+                else:
+                    await self._take_of(shard, follower, payload)
+            elif shard in self._early:  # its next server knows it earlier than this one
+                self._early[shard].append(payload)
 
     def _follow(self, shard: int, follower: Follower) -> None:
         self._forget(shard)
@@ -238,6 +256,7 @@ class ReplicatedServer:
         """The next message of the server that serves the shard."""
         copy = follower.copy
         if copy is None:
+            assert follower.incoming is not None
             if not follower.incoming.take(payload):
                 return
             copy = follower.copy = follower.incoming.copy(self._tools(shard), shard, ShutGate())
@@ -250,7 +269,7 @@ class ReplicatedServer:
                     return
                 await copy.perform(operation, number)
         follower.moved.set()
-        self._maybe_end()
+        self.maybe_end()
 
     async def _acknowledge(self, shard: int, follower: Follower) -> None:
         """Tell the server of the shard how far its copy here has got."""
@@ -275,10 +294,71 @@ class ReplicatedServer:
 
     async def _take_over(self, shard: int, copy: ShardCopy) -> None:
         async with copy.lock:  # an operation may be under way
-            head = self._serve(self._tools(shard), copy)
+            # If there is a backup, it has served the shard so far, has handed it over, and keeps its copy.
+            _, *backup = self._news.view.chains[shard]
+            head = self._serve(self._tools(shard), copy, joined=backup[0] if backup else None)
         reason = f"{self._endpoint.peer} serves shard {shard} from now on"
         self._recorder.event("took over", shard=shard, updates=copy.shard.updates, reason=reason)
         self._announce(head)
+        head.goes_on()
+
+    # Shards that move.
+
+    async def give_away(self, head: Head, to: PeerId) -> None:
+        """Implements `zmqtrain.server.head.Server`."""
+        copy, shard = head.copy, head.copy.number
+        early = self._early[shard] = []
+        try:
+            view = await self._membership.hand_over(shard, to)
+        except PeerLostError as error:
+            if error.peer != to:
+                raise
+            await self._news.until(lambda view: view.chains[shard][:1] == (self._endpoint.peer,) and to not in view.members, error)
+            return
+        finally:
+            del self._early[shard]
+        # From here on without waiting, until this server knows itself as what it is now.
+        del self._heads[shard]
+        self._serving.discard(shard)
+        self._handed[shard] = view.version
+        copy.serving.gate = ShutGate()
+        owed = copy.serving.retire()
+        head.hand_over(view.version)
+        if self._endpoint.peer in view.chains[shard]:
+            self._follow(shard, Follower(to, copy=copy))
+        for peer in sorted({peer for peer, _ in owed}):
+            self._run(self._tell_moved(peer, shard, [tag for each, tag in owed if each == peer]))
+        for payload in early:
+            _, number, operation = Operation.of(payload)
+            await copy.perform(operation, number)
+        for follower in self._followers.values():
+            follower.moved.set()
+        self._heed(self._news.view)
+
+    async def _tell_moved(self, peer: PeerId, shard: int, tags: Sequence[Tag]) -> None:
+        """Tell a worker that it gets these from another server."""
+        told: list[Value] = [list(tag) for tag in tags]
+        while True:
+            try:
+                await self._endpoint.request(peer, MOVED, shard, self._handed.get(shard, 0), told, timeout=self._settings.request_s)
+            except PeerTimeoutError:
+                continue
+            except PeerLostError:
+                return
+            return
+
+    def _unless_moved(self, handler: Callable[..., Awaitable[Value]]) -> Callable[..., Awaitable[Value]]:
+        """The handler of a request about a shard, which says so if another server has it."""
+
+        async def handle(caller: PeerId, shard: Value, *arguments: Value) -> Value:
+            if isinstance(shard, int) and shard in self._handed:
+                return moved_value(self._handed[shard])
+            try:
+                return await handler(caller, shard, *arguments)
+            except HandedOverError as error:
+                return moved_value(error.version)
+
+        return handle
 
     # Changes of the members.
 
@@ -298,7 +378,7 @@ class ReplicatedServer:
             elif follower.head in view.lost and self._endpoint.peer not in chain:
                 self._forget(shard)
         self._drop_gone(view)
-        self._maybe_end()
+        self.maybe_end()
 
     def _drop_gone(self, view: View) -> None:
         for shard in self._serving:
@@ -310,7 +390,7 @@ class ReplicatedServer:
         if peer in self._settings.workers and not self._holds and not self._heads and not self._done.done():
             self._done.set_exception(PeerLostError(peer, reason, waiting_for="its gradients"))
 
-    def _maybe_end(self) -> None:
+    def maybe_end(self) -> None:
         """End, if all that train have finished with all shards that are here."""
         heads = self._heads.values()
         followed = [follower.copy for follower in self._followers.values() if follower.copy is not None]
@@ -318,7 +398,8 @@ class ReplicatedServer:
         finished = self._membership.finished.is_set()
         if self._done.done() or not self._holds or not (copies or finished):
             return
-        if all(head.ended for head in heads) and (finished or all(copy.lives.ended for copy in followed)):
+        # One that serves nothing may be needed until the end.
+        if all(head.ended for head in heads) and (finished or (heads and all(copy.lives.ended for copy in followed))):
             self._done.set_result(None)
         elif self._halted is not None and all(copy.lives.all_gone for copy in copies):
             self._done.set_exception(self._halted)
@@ -331,7 +412,7 @@ class ReplicatedServer:
             sender, tag, payload = await pushes.get()
             load.begin()
             try:
-                piece, _ = parse_push_tag(tag)
+                piece, step = parse_push_tag(tag)
                 shard = self._shards.get(piece)
                 if sender not in self._settings.workers or shard is None:
                     raise ProtocolError(f"{self._endpoint.peer} does not take piece {piece} from {sender}")
@@ -339,11 +420,20 @@ class ReplicatedServer:
                 self._recorder.event("refused", sender=sender, reason=str(error))
                 continue
             if shard in self._serving:
-                await self._heads[shard].push(sender, tag, payload)
+                await self._push(self._heads[shard], sender, tag, payload)
+            elif shard in self._handed:
+                self._run(self._tell_moved(sender, shard, [parameters_tag(piece, step + 1)]))
             else:  # the worker knows of a newer view
                 self._parked.setdefault(shard, {})[sender, piece] = sender, tag, payload
             load.done(waiting=pushes.ready, nbytes=payload.nbytes)
             del payload
+
+    async def _push(self, head: Head, sender: PeerId, tag: Tag, payload: Payload) -> None:
+        try:
+            await head.push(sender, tag, payload)
+        except HandedOverError:
+            piece, step = parse_push_tag(tag)
+            self._run(self._tell_moved(sender, head.copy.number, [parameters_tag(piece, step + 1)]))
 
     async def _on_configure(self, caller: PeerId, shard: Value, value: Value) -> Value:
         configuration = Configuration.from_value(value)
@@ -388,10 +478,7 @@ class ReplicatedServer:
         return None
 
     async def _on_history(self, caller: PeerId, shard: Value) -> Value:
-        head = await self._head(shard)
-        history = head.copy.lives.history()
-        await head.told()
-        return history
+        return await (await self._head(shard)).history()
 
     def _group(self, caller: PeerId) -> int:
         if caller not in self._settings.workers:

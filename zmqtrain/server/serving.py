@@ -164,6 +164,10 @@ class Serving:
         """(piece, life) of the parameters that were sent to a process for its first step."""
         self.answered: dict[tuple[int, int], int] = {}
         """(group, piece) -> the step for which its parameters were last sent."""
+        self.owed: set[tuple[PeerId, Tag]] = set()
+        """What workers wait for, and were not sent yet; the owner adds to it."""
+        self.on_sent: Callable[[], None] | None = None
+        """Called whenever something is sent that was owed."""
         self._endpoint, self._recorder, self._background = tools.endpoint, tools.recorder, tools.background
         self._checkpoints, self._arithmetic = tools.checkpoints, tools.arithmetic
         self._configuration, self._shard, self._finished = configuration, shard, finished
@@ -443,10 +447,22 @@ class Serving:
     def send_values(self, group: int, piece: int, tag: Tag, *, everybody: bool = False, before: bool = False) -> None:
         """Send the piece's current values to the one of the group that exchanges it, or to all who are there. ``before``: those
         before the last update."""
-        entry = self._shard.entries[piece]
         team = self.teams.get(group, self._configuration.groups[group])
-        for peer in team if everybody else (owner_of(entry.piece.position, team),):
+        for peer in team if everybody else (self.peer_of(group, piece),):
             self._send_values_to(peer, group, piece, tag, before=before)
+
+    def peer_of(self, group: int, piece: int) -> PeerId:
+        """The worker of the group that exchanges the piece."""
+        team = self.teams.get(group, self._configuration.groups[group])
+        return owner_of(self._shard.entries[piece].piece.position, team)
+
+    def retire(self) -> list[tuple[PeerId, Tag]]:
+        """Another server sends everything from now on, as if nothing had been sent. Returns what workers wait for."""
+        owed = sorted(self.owed)
+        self.owed.clear()
+        self.answered.clear()
+        self.admitted.clear()
+        return owed
 
     def _send_values_to(self, peer: PeerId, group: int, piece: int, tag: Tag, *, before: bool = False) -> None:
         if self.gate.shut:
@@ -464,11 +480,15 @@ class Serving:
         self._begin_to_send(self._configuration.groups[group][entry.piece.position], entry, loan, tag)
 
     def _begin_to_send(self, to: PeerId, entry: ShardEntry, loan: Loan, tag: Tag) -> None:
-        self._background.run(self._send(to, tag, loan, entry.piece.bucket, self.gate.ticket()))
+        if (to, tag) in self.owed:
+            self.owed.remove((to, tag))
+            if self.on_sent is not None:
+                self.on_sent()
+        self._background.run(self._send(to, tag, loan, entry.piece.bucket, self.gate, self.gate.ticket()))
 
-    async def _send(self, to: PeerId, tag: Tag, loan: Loan, priority: int, ticket: int) -> None:
+    async def _send(self, to: PeerId, tag: Tag, loan: Loan, priority: int, gate: Gate, ticket: int) -> None:
         try:
-            await self.gate.passed(ticket)
+            await gate.passed(ticket)
             loan.sent = await self._endpoint.send(to, tag, loan.payload, priority=priority)
         except PeerLostError:
             if to not in self._finished and not self._elastic:

@@ -260,6 +260,12 @@ class Auditor:
                 self._chains.remove(each)
         elif kind == "backup" and values["backup"] is not None:
             self._chains.add(int(values["shard"]), str(values["server"]), str(values["backup"]))
+        elif kind == "backup":  # without one, which is lost or leaves
+            shard, server = int(values["shard"]), str(values["server"])
+            for other in self._chains.value[shard][1:]:
+                self._chains.do_without(shard, server, other)
+        elif kind == "moved":
+            self._chains.hand_over(int(values["shard"]), str(values["before"]), str(values["server"]), copies=True)
 
     def launcher_died(self) -> None:
         """A launcher has died. Another one goes on only with what all know: that all have joined."""

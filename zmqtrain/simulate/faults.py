@@ -18,7 +18,7 @@ from zmqtrain.topology.ranges import expand
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts
 
-FaultKind: TypeAlias = Literal["kill", "restart", "pause", "partition", "heal", "slow", "delay", "corrupt", "drop", "join"]
+FaultKind: TypeAlias = Literal["kill", "restart", "pause", "partition", "heal", "slow", "delay", "corrupt", "drop", "join", "drain"]
 
 #: The kinds of random faults, with their weights: mostly those that a run has to survive.
 WEIGHTS: dict[FaultKind, int] = {
@@ -88,7 +88,7 @@ class Fault:
             return False
         if self.target == COORDINATOR:
             return True  # another one goes on
-        if elastic or self.kind == "join":
+        if elastic or self.kind in ("join", "drain"):
             return True
         if self.kind in ("kill", "restart"):
             return False
@@ -101,6 +101,11 @@ class Fault:
 def join(target: str, *, at: float | None = None, step: int | None = None) -> Fault:
     """A machine that was not there before takes part from now on (``[job] max_workers``): ``joined-1`` is the first."""
     return Fault("join", at=at, step=step, target=target)
+
+
+def drain(host: str, *, at: float | None = None, step: int | None = None) -> Fault:
+    """The host is asked to leave, as ``zmqtrain drain`` does; if the run needs it, it stays."""
+    return Fault("drain", at=at, step=step, target=host)
 
 
 def kill(target: str, *, at: float | None = None, step: int | None = None) -> Fault:

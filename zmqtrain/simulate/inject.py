@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 
+from zmqtrain.errors import ConnectivityError, UsageError
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.simulate.cluster import Cluster
 from zmqtrain.simulate.faults import RESTART_S, Fault
@@ -30,6 +32,8 @@ class Injector:
         """The lives of agents that were started again."""
         self.outside: list[Process] = []
         """Processes that were started from outside the run."""
+        self.drain: Callable[[str], Awaitable[str]] | None = None
+        """Lets a host leave."""
         self.over = False
         """Whether the run has ended: nothing is started again."""
         self.done: list[Fault] = []
@@ -84,6 +88,11 @@ class Injector:
             case "join":
                 assert fault.target is not None
                 self._start_host_again(fault.target)
+            case "drain":
+                assert fault.target is not None
+                assert self.drain is not None
+                with suppress(UsageError, ConnectivityError):  # the run needs it, or it was lost before it had left
+                    await self.drain(fault.target)
             case "pause":
                 for peer in peers:
                     cluster.pause(peer)

@@ -267,6 +267,7 @@ class Simulation:
                 listeners=Listeners(self._event, self._report, options.on_checkpoint, lambda text: self._log(COORDINATOR, text)),
                 journal=journal,
             )
+            injector.drain = assembly.drain
             if options.on_begin is not None:
                 options.on_begin(assembly.halt)
             if options.preempt_at_s is not None and number == 1:

@@ -1,0 +1,58 @@
+"""Real processes: a host with a model server leaves while the others train on, and its shard moves to another one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.launched import Launched
+from tests.launcher.test_elastic import LEAVES, TASK
+from zmqtrain.cli.drain import run_drain
+
+TOPOLOGY = """
+[job]
+task = "task.py"
+steps = {steps}
+timeout = "60 s"
+oversubscribe = true
+[[hosts]]
+name = "h[1-3]"
+slots = 1
+[compute]
+groups = 3
+batch_size = 8
+[exchange]
+kind = "model_server"
+staleness = "{staleness}"
+shards = 3
+{replicas}
+[observe]
+events_per_s = "all"
+"""
+
+
+@pytest.mark.parametrize(("staleness", "replicas"), [("async", "replicas = 1"), ("sync", "replicas = 1")])
+def test_a_host_with_a_server_leaves(tmp_path: Path, staleness: str, replicas: str, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = 150
+    task = TASK.replace("torch.nn.functional.mse_loss", "loss").replace("\ndef task", LEAVES, 1)
+    (tmp_path / "task.py").write_text(task.replace("lr=0.02", "lr=0.1"))
+    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(steps=steps, staleness=staleness, replicas=replicas))
+    with Launched(tmp_path, "trial.toml") as run:
+        run.wait_for(r"^step ")
+        assert run_drain(str(run.run), "h2") == 0
+        assert "h2 has left the run" in capsys.readouterr().out
+        (tmp_path / "left").touch()
+        assert run.end() == 0, run
+        assert any("h2 is asked to leave: what server/1 has moves to others" in line for line in run.lines), run
+        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+        assert sorted(event["values"]["peer"] for event in events if event["kind"] == "lost") == ["server/1", "worker/1"]
+        moved = [event["values"] for event in events if event["kind"] == "moved"]
+        assert [(each["shard"], each["before"]) for each in moved] == [(1, "server/1")]
+        assert not any(event["kind"] == "backup" and event["values"]["backup"] is None for event in events)
+        for rank in (0, 2):
+            assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(steps))
+        summary = run.json("summary.json")
+        assert summary["eval"]["eval_loss"] < 1e-3
+        assert (run.run / "model.safetensors").exists()

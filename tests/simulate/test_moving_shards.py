@@ -1,0 +1,155 @@
+"""Shards that move to other servers while training goes on: whole runs in simulated time. The auditor compares what is served in
+the end with one process, bit by bit, and every copy with the one that serves; it counts every batch and every answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.simulate.test_training import Recipe, topology_of
+from tests.simulate.worlds import POLICIES, servers_topology
+from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.simulate.faults import Fault, drain, kill, pause, restart
+from zmqtrain.simulate.run import Options, Result, simulate
+
+
+class Heard:
+    """What the coordinator has recorded."""
+
+    def __init__(self) -> None:
+        self.moved: list[tuple[int, str, str]] = []  # shard, from, to
+        self.left: list[str] = []
+        self.lost: list[str] = []
+        self.alone: list[int] = []
+        """Shards that were on one server only, once there had been a first copy."""
+
+    def event(self, kind: str, values: Mapping[str, Any]) -> None:
+        match kind:
+            case "moved":
+                self.moved.append((values["shard"], values["before"], values["server"]))
+            case "backup" if values["backup"] is None:
+                self.alone.append(values["shard"])
+            case "leave":
+                self.left.append(values["peer"])
+            case "lost":
+                self.lost.append(values["peer"])
+
+
+def run(faults: Sequence[Fault], staleness: str, *, seed: int = 1, **how: Any) -> tuple[Result, Heard]:
+    heard = Heard()
+    topology = servers_topology(staleness, **{"servers": 3, "exchange": "replicas = 1", **how})
+    result = simulate(topology, seed=seed, options=Options(faults=faults, on_event=heard.event))
+    assert result.broken == []
+    return result, heard
+
+
+def survives(faults: Sequence[Fault], staleness: str, **how: Any) -> Heard:
+    result, heard = run(faults, staleness, **how)
+    assert result.ending.status == "done", result.ending.error
+    assert result.seconds < 15
+    return heard
+
+
+@pytest.mark.parametrize("staleness", POLICIES)
+@pytest.mark.parametrize("epochs", [False, True])
+def test_a_host_leaves_and_its_shard_is_never_on_one_server_only(staleness: str, epochs: bool) -> None:
+    heard = survives([drain("s2", at=0.012)], staleness, epochs=epochs)
+    assert heard.moved == [(1, "server/1", "server/2")]  # its backup, which has it already
+    assert heard.left.index("agent/s2") < heard.left.index("worker/0")  # training went on without it
+    assert heard.lost == ["server/1"]
+    assert heard.alone == []
+
+
+def test_hosts_leave_until_one_server_has_all() -> None:
+    heard = survives([drain("s1", at=0.008), drain("s3", at=0.012)], '"sync"')
+    assert {"agent/s1", "agent/s3"} <= set(heard.left[:4])
+    assert [shard for shard, _, to in heard.moved if to == "server/1"] == [0, 2]
+    assert sorted(heard.alone) == [0, 1, 2]  # with a warning that says so
+
+
+def test_hosts_leave_at_the_same_time() -> None:
+    heard = survives([drain("s1", at=0.01), drain("s2", at=0.01)], '"async"', servers=4, epochs=True)
+    assert heard.left[:2] == ["agent/s1", "agent/s2"]
+    assert {to for _, _, to in heard.moved} == {"server/0", "server/1"}
+    assert heard.alone == []
+
+
+def test_a_host_with_the_last_server_stays() -> None:
+    heard = survives([drain("s1", at=0.008), drain("s2", at=0.014)], '"async"', servers=2)
+    assert heard.left[0] == "agent/s1"
+    assert "server/0" in heard.left  # to the end
+
+
+def test_a_host_with_a_server_whose_shard_is_nowhere_else_stays() -> None:
+    heard = survives([drain("s1", at=0.008)], '"async"', exchange="")
+    assert heard.moved == []
+    assert {"server/0", "server/1", "server/2"} <= set(heard.left)
+
+
+VICTIMS = ("server/1", "server/2", "server/0", "worker/1", COORDINATOR)
+#: Seconds after a host was asked to leave: its shard is copied, handed over, and copied again within 1.5 ms.
+MOMENTS = (0.0001, 0.0003, 0.0005, 0.0007, 0.0009, 0.0011, 0.0013, 0.0016)
+
+
+@pytest.mark.parametrize(("number", "victim"), list(enumerate(VICTIMS)))
+@pytest.mark.parametrize(("policy", "staleness"), list(enumerate(POLICIES)))
+def test_one_is_killed_while_a_shard_moves(policy: int, staleness: str, number: int, victim: str) -> None:
+    """``server/1`` leaves: its backup server/2 serves next, and server/0 gets the copy. At any moment of that."""
+    for after in (MOMENTS[(number + policy) % 4], MOMENTS[4 + (number + policy) % 4]):
+        fault = restart(victim, at=0.012 + after, after=0.002) if victim == COORDINATOR else kill(victim, at=0.012 + after)
+        heard = survives([drain("s2", at=0.012), fault], staleness, epochs=True)
+        assert not any(to == "server/1" for _, _, to in heard.moved)
+
+
+def faults_of(draw: random.Random, servers: int) -> list[Fault]:
+    """Hosts leave at any moment, and others are lost soon after."""
+    at = draw.uniform(0.001, 0.03)
+    leaving = draw.sample(range(servers), draw.randint(1, servers - 1))
+    faults = []
+    for number in leaving:
+        faults.append(drain(f"s{servers - number}", at=at))
+        at += draw.choice((draw.uniform(0, 0.002), draw.uniform(0, 0.01)))
+    for _ in range(draw.choice((0, 1, 1, 2))):
+        near = (faults[0].at or 0.0) + draw.uniform(0.0, 0.004)
+        servers_hit = [f"server/{draw.choice(leaving)}", f"server/{draw.randrange(servers)}"]
+        who = draw.choice([*servers_hit, f"worker/{draw.randrange(3)}"])
+        faults.append(draw.choice((kill(who, at=near), restart(who, at=near, after=0.003), pause(who, 60.0, at=near))))
+    return faults
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_moves_and_losses_break_nothing(seed: int) -> None:
+    """Where nobody has a shard any more, the run may end; the auditor knows."""
+    draw = random.Random(seed)
+    servers = draw.choice((2, 3, 4))
+    job = draw.choice(("", "eval_every = 5", "checkpoint_every = 4\neval_every = 6"))
+    epochs = draw.random() < 0.5
+    run(faults_of(draw, servers), POLICIES[seed % len(POLICIES)], seed=seed, servers=servers, epochs=epochs, job=job)
+
+
+def test_a_synchronous_run_ends_with_the_same_bits_as_one_in_which_nothing_moves(tmp_path: Path) -> None:
+    """Torch in double precision, with an optimizer that has a state; and one process on the whole batches is as near as ever."""
+    hosts = [{"name": "h[1-2]", "slots": 1}, {"name": "s[1-3]", "slots": 1}]
+    exchange = {"shards": 3, "replicas": 1, "split_size": "256 B"}
+    asked = topology_of(tmp_path, 2, 1, hosts=hosts, exchange=exchange, job={"checkpoint_every": 2})
+    found = []
+    for faults in ((), (drain("s2", step=2),), (drain("s3", step=2), drain("s1", step=4))):
+        recipe, heard = Recipe(), Heard()
+        checkpoints = tmp_path / str(len(found)) / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        options = Options(faults=faults, task=recipe.task(), checkpoints=checkpoints, on_event=heard.event)
+        result = simulate(asked, options=options)
+        assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+        assert len(heard.moved) >= len(faults)
+        assert {path.name for path in checkpoints.iterdir()} >= {"step-00000006"}
+        found.append([model.state_dict() for model in recipe.models])
+        for mine, its in zip(recipe.alone().parameters(), recipe.models[0].parameters(), strict=True):
+            torch.testing.assert_close(its, mine, rtol=1e-12, atol=1e-13)
+    for models in found[1:]:
+        for model, before in zip(models, found[0], strict=True):
+            assert all(torch.equal(model[name], before[name]) for name in before)
