@@ -101,7 +101,7 @@ def test_a_worker_is_killed(tmp_path: Path, kind: str, restarts: int) -> None:
     (tmp_path / "task.py").write_text(waiting(3 + restarts, successor=restarts > 0))
     topology = TOPOLOGY.format(kind=kind, restarts=restarts, steps=STEPS)
     if kind == "allreduce":
-        topology = topology.replace("groups = 3", "groups = 1\ngroup_size = 3")
+        topology = topology.replace("groups = 3", 'groups = 1\ngroup_size = 3\ngrid = "1x3"')
     (tmp_path / "trial.toml").write_text(topology)
     with Launched(tmp_path, "trial.toml") as run:
         events = ends_without(run, tmp_path, "worker/1", of=3)

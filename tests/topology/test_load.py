@@ -237,6 +237,13 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
         ),
         ('[job]\nelastic = true\n[exchange]\ncompression = "topk"\n', "job.elastic", 2, 'needs compression = "none"'),
         (f"{PAIRS}kind = 'gossip'\n[data]\nshuffle = 'ring'\nring = 'tensors'\n", "job.elastic", 2, "with gossip among groups of"),
+        (f"{PAIRS}kind = 'gossip'\n[parallel]\nstatistics = 'whole'\n", "job.elastic", 2, "in the middle of a forward"),
+        (
+            "[job]\nelastic = true\n[compute]\ngroup_size = 4\ngrid = '2x2'\n",
+            "job.elastic",
+            2,
+            "grid of one row, such as 1x4",
+        ),
         (f"{PAIRS}kind = 'averaging'\naveraging = {{ method = 'outer', deltas = 'int8' }}\n", "job.elastic", 2, "have deltas"),
         (f"{PAIRS}kind = 'averaging'\n[data]\nshuffle = 'ring'\nring = 'tensors'\n", "job.elastic", 2, "have ring = "),
         ("[job]\n[exchange]\ncompression_rank = 65\n", "exchange.compression_rank", 3, "less than or equal to 64"),

@@ -16,10 +16,17 @@ ASKING = "[job] elastic and restarts, and [exchange] replicas"
 def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     """Why the run cannot carry on without a lost worker, and the fields on which that depends; ``None`` if it can."""
     exchange, compute = topology.exchange, topology.compute
+    if compute.rows > 1:
+        return (
+            f"the grid {compute.grid} divides the model among workers of which none can be missing; an elastic run needs a grid of "
+            f"one row, such as 1x{compute.group_size}",
+            (("compute", "grid"),),
+        )
     if topology.divided:
         return (
-            "a grid divides the model among workers of which none can be missing; an elastic run needs a grid of one row",
-            (("compute", "grid"),),
+            'with statistics = "whole", batch norm needs all workers of a group in the middle of a forward; an elastic run needs '
+            'statistics = "local"',
+            (("parallel", "statistics"),),
         )
     if exchange.kind == "allreduce":
         return _why_not_with_sums(topology)

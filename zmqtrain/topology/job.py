@@ -125,8 +125,8 @@ class Job(Section):
         "parts and the sample ring; synchronous ones also without clip_norm and float16), unless their data is a stream. It is "
         "possible, too, among groups of several workers with model servers (without float16, compression and until), averaging "
         '(without float16, deltas, parts and ring = "tensors") and gossip (without float16, parts and ring = "tensors"), and with '
-        "all-reduce, unless a grid divides the model or gradients are compressed; with all-reduce, and averaging or gossip among "
-        "groups of several, gradients then travel in messages also within a host.",
+        "all-reduce, unless gradients are compressed; with all-reduce, and averaging or gossip among groups of several, gradients "
+        "then travel in messages also within a host. A grid needs one row, and local statistics of batch norm.",
     )
     on_resize: Literal["keep", "sqrt", "linear"] = Field(
         default="keep",
