@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset, default_collate
 
-from tests.train.world import Recipe, run, topology_of
+from tests.train.world import Recipe, network_of, run, topology_of
 from zmqtrain.errors import TaskError
 from zmqtrain.train.weighting import ClassWeighted, require_mean, rows_counted, taken_apart
 
@@ -51,6 +54,46 @@ SHAPES: list[dict[str, Any]] = [
     {"groups": 1, "group_size": 2, "batch_size": 16, "exchange": {"kind": "model_server"}},
     {"groups": 1, "group_size": 1, "batch_size": 16, "accumulate": 4},
 ]
+
+
+#: The rows of a grid have the same samples, and its columns others.
+GRIDS: list[dict[str, Any]] = [
+    {"groups": 1, "group_size": 2, "batch_size": 16, "grid": "2x1"},
+    {"groups": 1, "group_size": 4, "batch_size": 16, "grid": "2x2"},
+    {"groups": 2, "group_size": 2, "batch_size": 8, "grid": "2x1", "accumulate": 2},
+    {"groups": 2, "group_size": 4, "batch_size": 8, "grid": "2x2", "exchange": {"kind": "model_server", "staleness": "sync"}},
+]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(weight=CLASSES), pair, partial(cross_entropy, ignore_index=-100)],
+    ids=["weights", "pair", "ignored"],
+)
+async def test_weights_on_grids_are_those_of_the_whole_batch(loss: Any, grid: dict[str, Any]) -> None:
+    ignored = isinstance(loss, partial)
+    whole, evaluated = await trained(loss, ignored=ignored, groups=1, group_size=1, batch_size=16)
+    recipe = Recipe(loss=loss, train_data=data(ignored), eval_data=data(ignored))
+    exchange = grid.get("exchange", {"kind": "allreduce"})
+    compute = {key: value for key, value in grid.items() if key != "exchange"}
+    with TemporaryDirectory() as folder:
+        topology = topology_of(job={"steps": 5}, compute=compute, exchange=exchange, parallel={"verify": True})
+        result = await run(topology, recipe, folder=Path(folder))
+        assert not result.errors
+        kept = load_file(Path(folder, "model.safetensors"))
+    ours = torch.cat([kept[name].reshape(-1) for name in network_of().state_dict()])
+    torch.testing.assert_close(ours, whole, rtol=1e-10, atol=1e-12)
+    assert result.recorders["worker/0"].of("eval")[-1]["eval_loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-10)
+    assert ignored or result.recorders["worker/0"].of("verified")  # perhaps no target of the compared samples counts
+
+
+async def test_targets_that_are_ignored_unawares_are_refused_on_grids_where_samples_are_divided() -> None:
+    _, evaluated = await trained(cross_entropy, ignored=True, groups=1, group_size=1, batch_size=16)
+    _, evaluated_by_rows = await trained(cross_entropy, ignored=True, **GRIDS[0])
+    assert evaluated_by_rows[-1]["eval_loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-10)
+    with pytest.raises(TaskError, match="targets are -100"):
+        await trained(cross_entropy, ignored=True, **GRIDS[1])
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=CLASSES, label_smoothing=0.1), pair, nn.NLLLoss(weight=CLASSES)])

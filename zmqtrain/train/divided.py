@@ -28,7 +28,9 @@ from zmqtrain.parallel.turns import turn
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.hooks import OwnHook
+from zmqtrain.train.shares import in_step
 from zmqtrain.train.task import Measure
+from zmqtrain.train.weighting import taken_apart
 
 
 def make_fabric(context: RoleContext, device: Device, name: str = "grid") -> NetworkFabric | None:
@@ -95,6 +97,11 @@ class Share:
         """Whether this worker's samples are counted, and not those of another worker with the same samples."""
         return True
 
+    @property
+    def all_have_samples(self) -> bool:
+        """Whether all workers of the group have samples of the last output."""
+        return True
+
     def begin(self, step: int, micro_batch: int, micro_batches: int, group_samples: int | None = None) -> None:
         """Announce the next forward. ``group_samples``: of the group's batch, if not the usual number."""
 
@@ -130,6 +137,11 @@ class DividedShare(Share):
     @property
     def counts(self) -> bool:
         return self._model.counts_output
+
+    @property
+    def all_have_samples(self) -> bool:
+        place, size = self._model.output_placement, self._model.batch.size
+        return all(len(range(*place.samples_of(size, rank))) for rank in range(self._model.fabric.size))
 
     def begin(self, step: int, micro_batch: int, micro_batches: int, group_samples: int | None = None) -> None:
         columns = [stop - start for start, stop in bounds(group_samples or self._group_batch, self._model.grid.columns)]
@@ -167,6 +179,14 @@ def share_of_model(model: nn.Module, group_batch: int, loss: Measure | None = No
     """The share of a worker with this model in its group's batches of ``group_batch`` samples. ``loss``: the task's loss
     function."""
     return DividedShare(model, group_batch, loss) if isinstance(model, ParallelModel) else Share()
+
+
+def loss_on_grid(loss: Measure, topology: Topology) -> Measure:
+    """The loss as the workers of a grid compute it: one that returns (sum, weight), if it is torch's with class weights or an
+    ``ignore_index``, and samples are divided. If they are not, logits may stay divided in it."""
+    compute = topology.compute
+    together = compute.columns == compute.accumulate == 1 and not (topology.parallel.layers or topology.parallel.plan)
+    return loss if together and (compute.groups == 1 or not in_step(topology)) else taken_apart(loss)
 
 
 def _cross_entropy(loss: Measure | None) -> nn.CrossEntropyLoss | None:

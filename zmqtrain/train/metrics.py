@@ -24,10 +24,8 @@ from zmqtrain.train.weighting import (
     LOSSES_TRIED,
     Halves,
     ignored_by_model,
-    ignores,
     of_model,
     parted,
-    require_none_ignored,
     rows_counted,
     taken_apart,
     tried_on_halves,
@@ -62,8 +60,7 @@ class Metrics:
 
     def __init__(self, task: Task) -> None:
         measures = {"loss": task.loss, **(task.metrics or {})}
-        self._measures: Mapping[str, Measure] = {name: taken_apart(measure) for name, measure in measures.items()}
-        self._plain = {name for name, measure in self._measures.items() if ignores(measure)}
+        self._measures: Mapping[str, Measure] = {name: taken_apart(measure, plain=True) for name, measure in measures.items()}
         self._tries = dict.fromkeys(measures, LOSSES_TRIED)  # batches from which it can be seen
         self._no_means: set[str] = set()  # seen here
         self._guess = task.metrics is None  # use accuracy if the targets turn out to be classes
@@ -76,8 +73,6 @@ class Metrics:
     def add(self, sums: Sums, output: Any, target: Any, samples: int, *, alone: bool = False) -> None:
         """Add a batch of ``samples`` samples to ``sums``. ``alone``: there is no other batch, so its values need not be means."""
         for place, (name, measure) in enumerate(self._measures.items()):
-            if name in self._plain:
-                require_none_ignored(target)
             with user_code(f"the metric {name!r}(output, target)"):
                 value = measure(output, target)
                 pair = parted(value)

@@ -14,7 +14,7 @@ from zmqtrain.data.batch import Batch
 from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.train.device.base import Device
-from zmqtrain.train.divided import share_of_model
+from zmqtrain.train.divided import DividedShare, share_of_model
 from zmqtrain.train.loss_trial import counts_of
 from zmqtrain.train.losses import Losses
 from zmqtrain.train.own_samples import require_unchanged, versions_of
@@ -83,7 +83,7 @@ class TrainStep:
         recorder: Recorder,
         weights: WeightSums | None = None,
     ) -> None:
-        """``weights``: for losses that return (sum, weight); None if the model is divided, in which case they are refused."""
+        """``weights``: for losses that return (sum, weight); without, they are refused, and losses are taken for means."""
         self._replica, self._loss, self._settings, self._recorder = replica, loss, settings, recorder
         self._device, self._clock = device.torch_device, device.clock
         self._share = share_of_model(replica.model, settings.group_batch, loss)
@@ -94,7 +94,8 @@ class TrainStep:
         self._models = False  # the model computes the loss
         self._watches = settings.shared  # the first forward
         self._divides = divides and weights is not None
-        self._tries = LOSSES_TRIED if self._divides else 0
+        # A divided model was compared with the ordinary one, whose loss is of the whole batch.
+        self._tries = LOSSES_TRIED if self._divides and not isinstance(self._share, DividedShare) else 0
         self._weights_tried = 0
         self._counts: list[tuple[str, float]] = []  # of the last loss that was tried
         self._looked = settings.rank != 0 or not settings.blind  # whether unreached parameters have been checked
@@ -167,10 +168,15 @@ class TrainStep:
     def _weigh(self, step: int, scale: float, hand_over: bool) -> None:
         """All weights of the step are known: gradients, which are those of sums so far, are divided by them when handed over."""
         if self._weights is None:
-            raise TaskError("Task.loss returned (sum, weight), which is not supported for a model that is divided over a grid")
+            raise TaskError("Task.loss returned (sum, weight), and nobody sums the weights")
         if not hand_over:
             raise TaskError("Task.loss returned (sum, weight), which is not supported over several steps: remove [exchange] every")
-        self._replica.divisor = scale * self._weights.of_a_group(step, self._weight)
+        if not self._share.all_have_samples:  # those without any do not know that the loss has weights
+            raise TaskError(
+                "Task.loss returned (sum, weight), and some workers of the grid have no samples of this batch: use a larger "
+                "[compute] batch_size, or fewer micro-batches"
+            )
+        self._replica.divisor = scale * self._weights.of_a_group(step, self._weight if self._share.counts else 0.0)
 
     def _forward(self, part: Batch) -> tuple[Tensor, Tensor, int, int]:
         """The mean loss; the value from which backward starts, and its factor; and the number of samples."""
@@ -181,7 +187,9 @@ class TrainStep:
             if self._watches:  # later on, parameters change as they arrive
                 self._watches = False
                 require_unchanged(self._replica.model, before)
-            part = self._share.of_output(part)
+            given, part = part.samples, self._share.of_output(part)
+            if part.samples < given and ignores(self._loss):  # the rows of a grid divide the samples, too
+                require_none_ignored(part.target)
             if not part.samples:
                 nothing = output.sum() * 0.0
                 return nothing, nothing, 0, 0  # other workers of the group have all samples, and wait for this worker's backward

@@ -42,7 +42,7 @@ from zmqtrain.train.checkpoint.saving import Saver, send_model, settings_to_resu
 from zmqtrain.train.construct import divided_model
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.make import device_of
-from zmqtrain.train.divided import make_fabric
+from zmqtrain.train.divided import loss_on_grid, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.forgotten import Forgotten
 from zmqtrain.train.loss_scale import LossScale
@@ -152,23 +152,14 @@ class TorchWork:
     def _make_step(self, settings: StepSettings) -> TrainStep:
         context, device, loss = self._context, self._device, self._task.loss
         role, divided = context.role, self._fabric is not None
-        weighted = taken_apart(loss)
+        weighted = loss_on_grid(loss, context.topology) if divided else taken_apart(loss)
         scope = Scope.of(context.topology, context.placement, role)
         groups = context.placement.groups if in_step(context.topology) else 1
-        if divided:
-            # With one column all rows have the whole batch, so its plain mean is right unless other groups count.
-            if weighted is not loss and (context.topology.compute.columns > 1 or groups > 1 or settings.accumulate > 1):
-                raise UsageError(
-                    "the task's loss has class weights or an ignore_index, so the mean over a batch is not the mean of its parts' "
-                    "means, but a grid of several columns, groups in step and micro-batches combine such means: use groups without "
-                    "a grid"
-                )
-            return TrainStep(self._replica, loss, device, settings, context.recorder)
         if weighted is not loss and context.topology.asks_elastic and in_step(context.topology):
             raise UsageError(
                 f"the task's loss has class weights or an ignore_index: {_SUMMED}, so that none may be lost: remove {ASKING}"
             )
-        if settings.precision == "float16":
+        if settings.precision == "float16" and not divided:
             self._replica.loss_scale = LossScale()
         if context.topology.job.on_resize != "keep":
             require_rates(self._replica.optimizer)
@@ -176,7 +167,9 @@ class TorchWork:
         self._bridge = Bridge(device.condition(), device.clock, 2 * timeout_s)
         self._replica.also_abort(self._bridge.abort)
         group = Group(context.endpoint, scope.members, scope.members.index(role.peer), "weights", timeout_s=timeout_s)
-        weights = WeightSums(group, groups, self._bridge, self._need_all if context.topology.elastic else None)
+        first = self._need_all if context.topology.elastic else None
+        parts = context.topology.compute.columns * groups if divided else None
+        weights = WeightSums(group, groups, self._bridge, first, parts=parts)
         return TrainStep(self._replica, weighted, device, settings, context.recorder, weights)
 
     async def _need_all(self) -> None:

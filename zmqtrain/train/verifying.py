@@ -21,9 +21,9 @@ from zmqtrain.parallel.deferred import Tape, fill
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify import Case, Verified, verified
-from zmqtrain.parallel.verify.case import alone
+from zmqtrain.parallel.verify.case import NotANumber, alone
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.divided import parallel_model, share_of_model
+from zmqtrain.train.divided import loss_on_grid, parallel_model, share_of_model
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.task import Measure, Task, build_model, build_optimizer, user_code
 
@@ -64,7 +64,16 @@ def verify_task(
         return ordinary.divided(device, lambda model, tape: parallel_model(model, topology, fabric, tape=tape))
 
     return verify_model(
-        lambda: ordinary(device), divide, task.loss, optimizer, topology, fabric, grid, batch, device, references=references
+        lambda: ordinary(device),
+        divide,
+        loss_on_grid(task.loss, topology),
+        optimizer,
+        topology,
+        fabric,
+        grid,
+        batch,
+        device,
+        references=references,
     )
 
 
@@ -100,6 +109,8 @@ def verify_model(
                 references=references,
             )
             return verified(case, fabric)
+    except NotANumber as error:
+        raise NotComparable(str(error)) from error
     finally:
         gc.collect()  # models and their hooks know each other
         give_back()

@@ -58,14 +58,15 @@ class ClassWeighted:
         return total, counted.numel() if weight is None else weight[counted].sum()
 
 
-def taken_apart(loss: Any) -> Any:
+def taken_apart(loss: Any, *, plain: bool = False) -> Any:
     """The loss as one that returns (sum, weight), if it is torch's with class weights or an ``ignore_index``; otherwise
-    unchanged."""
+    unchanged. ``plain``: also if it has neither, since it leaves out targets of `IGNORED`."""
     module = _module(loss)
     if module is None or module.reduction != "mean":
         return loss
     explicit = isinstance(loss, partial) and "ignore_index" in loss.keywords
-    return ClassWeighted(module) if module.weight is not None or module.ignore_index != IGNORED or explicit else loss
+    asked = module.weight is not None or module.ignore_index != IGNORED or explicit
+    return ClassWeighted(module) if asked or plain else loss
 
 
 def ignores(loss: Any) -> bool:
@@ -446,19 +447,23 @@ class WeightSums:
     """Sums weights over the workers that compute a step together. Made on the event loop's thread, called in the compute thread."""
 
     def __init__(
-        self, group: Group, groups: int, bridge: Bridge, first: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self,
+        group: Group,
+        groups: int,
+        bridge: Bridge,
+        first: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        *,
+        parts: int | None = None,
     ) -> None:
         """``group``: these workers, which form ``groups`` compute groups. ``first``: called before the first sum over several
-        workers."""
+        workers. ``parts``: into how many parts they divide their samples, if some of them have the same."""
         self._group, self._groups, self._bridge, self._first = group, groups, bridge, first
-
-    @property
-    def shared(self) -> bool:
-        """Whether there is more than one worker."""
-        return self._group.size > 1
+        self.shared = (group.size if parts is None else parts) > 1
+        """Whether the samples of a step are divided."""
 
     def of_a_group(self, step: int, weight: float) -> float:
-        """The average weight of a compute group's batch. ``weight``: this worker's. All workers call it once per step.
+        """The average weight of a compute group's batch. ``weight``: this worker's; 0 if another one counts its samples. All
+        workers call it once per step.
 
         Raises `TaskError` if it is 0."""
         if self._group.size > 1:

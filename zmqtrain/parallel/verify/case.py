@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zmqtrain.data.batch import Batch
+from zmqtrain.errors import UsageError
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import turn
 
@@ -37,6 +38,13 @@ class Shared(Protocol):
 
 class NotInDouble(Exception):
     """The ordinary model does not run in double precision."""
+
+
+class NotANumber(UsageError):
+    """The ordinary model's loss of the samples that are compared is NaN: perhaps no target of them counts."""
+
+    def __init__(self) -> None:
+        super().__init__("the loss of the samples that were to be compared is not a number (do their targets count?)")
 
 
 class NotSmaller(Exception):
@@ -120,9 +128,14 @@ def without_own_dropout(model: nn.Module) -> None:
             module.dropout = 0.0
 
 
+def is_pair(loss: Any) -> bool:
+    """Whether a task's loss is (sum, weight)."""
+    return isinstance(loss, tuple | list) and len(loss) == 2
+
+
 def mean(loss: Any) -> Tensor:
     """A task's loss as one number, where it may be (sum, weight)."""
-    if isinstance(loss, tuple | list) and len(loss) == 2:
+    if is_pair(loss):
         total, weight = loss
         return total / weight  # type: ignore[no-any-return]
     assert isinstance(loss, Tensor)

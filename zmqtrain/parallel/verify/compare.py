@@ -22,6 +22,7 @@ from zmqtrain.parallel.verify.case import (
     Case,
     Difference,
     Found,
+    NotANumber,
     Phase,
     What,
     When,
@@ -40,7 +41,7 @@ from zmqtrain.parallel.verify.watch import Watch, block_of, watching
 def compare(case: Case, fabric: Fabric, watch: Watch | None = None) -> Found:
     """Run both. All processes must call it; each returns what it has found in its own part.
 
-    Raises `NotInDouble` and `NotSmaller`."""
+    Raises `NotInDouble`, `NotSmaller` and `NotANumber`, each on all processes."""
     return _Comparison(case, fabric, watch).run()
 
 
@@ -76,6 +77,8 @@ class _Comparison:
         if case.optimizer is not None:
             self._updates(divided, expected, needs)
         self._decide()
+        if expected.loss != expected.loss:
+            raise NotANumber
         return self._found
 
     def _forward(self, model: ParallelModel, expected: Wanted, phase: Phase, when: When) -> Tensor:
@@ -96,7 +99,8 @@ class _Comparison:
             self._found.loss = 0.0
             return sum((each.sum() for each in tensors_of(output)), torch.zeros(())) * 0.0
         with staying_in(case.dtype):
-            loss = mean(share.loss(case.loss, output, part.target)) * (part.samples / samples)
+            measured, weight = share.loss(case.loss, output, part.target), expected.weights[when]
+            loss = mean(measured) * (part.samples / samples) if weight is None else measured[0] / weight
         if when == "first":
             self._found.loss = float(loss.detach()) / model.output_placement.copies
         return loss

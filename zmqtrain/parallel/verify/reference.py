@@ -33,6 +33,7 @@ from zmqtrain.parallel.verify.case import (
     What,
     When,
     alone,
+    is_pair,
     mean,
     multiply_weights,
     without_own_dropout,
@@ -142,6 +143,8 @@ class Wanted:
     outputs: dict[When, list[Tensor]] = field(default_factory=dict)
     """Whole."""
     loss: float = 0.0
+    weights: dict[When, float | None] = field(default_factory=dict)
+    """By which the loss's sum is divided, if it is (sum, weight)."""
     order: Mapping[str, int] = field(default_factory=dict)
     """Of modules: the number of the first call."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -161,8 +164,8 @@ class Wanted:
         if what == "sizes":
             self.sizes = {(whole[0], whole[1]): (part[0], part[1]) for whole, part in about}
         elif what == "outputs":
-            when, loss, order = about
-            self.outputs[when] = list(tensors)
+            when, loss, weight, order = about
+            self.outputs[when], self.weights[when] = list(tensors), weight
             if when == "first":
                 self.loss, self.order = loss, order
         elif what == "gradients":
@@ -335,14 +338,14 @@ class _Ordinary:
         with watching(self._watch, model, phase):
             outcome = forward(case, model, self._batch, phase, backward=True)
         serving.gradients_end()
-        serving.tell("outputs", ["first", outcome.loss, dict(outcome.order)], lambda _: outcome.outputs)
+        serving.tell("outputs", ["first", outcome.loss, outcome.weight, dict(outcome.order)], lambda _: outcome.outputs)
         serving.buffers(model, "first")
         serving.parameters(names, before, "first")
         multiply_weights(model)
         before = [sketch(each).clone() for each in names]
         with torch.no_grad(), watching(self._watch, model, "evaluation"):
             later = forward(case, model, self._batch, "evaluation")
-        serving.tell("outputs", ["later", later.loss, {}], lambda _: later.outputs)
+        serving.tell("outputs", ["later", later.loss, later.weight, {}], lambda _: later.outputs)
         serving.buffers(model, "later")
         serving.parameters(names, before, "later")
         if case.optimizer is not None:
@@ -404,6 +407,8 @@ class Outcome:
 
     outputs: list[Tensor]
     loss: float
+    weight: float | None
+    """By which the loss's sum is divided, if it is (sum, weight)."""
     order: Mapping[str, int]
     """Of modules: the number of the first call."""
 
@@ -430,10 +435,11 @@ def forward(case: Case, model: nn.Module, batch: Batch, phase: Phase, *, backwar
                 "model is divided: draw from torch's (torch.rand(()).item()), which are the same on all"
             )
         outputs = [each.detach().clone() for each in tensors_of(output)]
-        loss = mean(case.loss(output, batch.target))
+        measured = case.loss(output, batch.target)
+        loss, weight = mean(measured), float(measured[1]) if is_pair(measured) else None
         if backward:
             backward_within(loss)
-    return Outcome(outputs, float(loss.detach()), order)
+    return Outcome(outputs, float(loss.detach()), weight, order)
 
 
 def _same_state(one: Any, other: Any) -> bool:
