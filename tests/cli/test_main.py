@@ -241,7 +241,7 @@ def test_the_runs_of_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, cap
     first.write_json("summary.json", {"status": "done", "steps": 5, "samples": 40, "seconds": 1.5, "eval": {"eval_accuracy": 0.9}})
     first.close()
     make_run(folder).close()
-    os.utime(first.path, (1, 1))
+    os.utime(first.path / "topology.toml", (1, 1))
     assert call(monkeypatch, "runs") == 0
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in said] == ["run", "job-001", "job-002"]

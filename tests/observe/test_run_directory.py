@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -105,6 +106,16 @@ def test_runs_are_found_by_path_by_name_and_as_the_latest(tmp_path: Path) -> Non
     assert find_run("latest", parent=tmp_path).name in ("job-001", "job-002")
     with pytest.raises(UsageError, match="job-002"):
         find_run("job-003", parent=tmp_path)
+
+
+def test_what_is_put_into_an_old_run_does_not_make_it_the_latest(tmp_path: Path) -> None:
+    for name, time in (("job-001", 2_000), ("job-002", 3_000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "topology.toml").write_text("")
+        os.utime(tmp_path / name / "topology.toml", (time, time))
+    (tmp_path / "job-001" / "report.html").write_text("")
+    os.utime(tmp_path / "job-002", (1_000, 1_000))
+    assert find_run("latest", parent=tmp_path).name == "job-002"
 
 
 def test_runs_have_any_name_but_a_folder_with_a_file_of_ones_own_is_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from json import dumps
@@ -19,7 +20,7 @@ from zmqtrain.membership.description import RunDescription
 from zmqtrain.membership.journal import NAME
 from zmqtrain.net.loop import run
 from zmqtrain.observe.live import make_view
-from zmqtrain.observe.run_directory import RunDirectory, find_run
+from zmqtrain.observe.run_directory import RunDirectory, began, find_run, runs_of
 from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
@@ -201,16 +202,17 @@ def _resume_from(begun: Path | None, resume: str | None, name: str) -> Path | No
     """The checkpoint to resume from: that of the run that has begun, if it has one; otherwise the one that ``--resume`` names."""
     if begun is not None and find_checkpoints(begun / "checkpoints"):
         return begun
-    return None if resume is None else _resume(resume, name)
+    return None if resume is None else run_to_resume(resume, name)
 
 
-def _resume(resume: str, name: str) -> Path:
-    """``latest`` means the newest run of this name that has a checkpoint."""
+def run_to_resume(resume: str, name: str) -> Path:
+    """What ``--resume`` names. ``latest`` means the newest run of this name that has a checkpoint. Raises `UsageError`."""
     if resume != "latest":
         path = Path(resume)
         return path if path.exists() else find_run(resume)
-    runs = sorted(Path("runs").glob(f"{name}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for folder in runs:
+    own = re.compile(re.escape(name) + r"-\d+")  # and not those of a job called NAME-large
+    runs = [path for path in runs_of() if own.fullmatch(path.name)]
+    for folder in sorted(runs, key=began, reverse=True):
         if any((folder / "checkpoints").glob("step-*")):
             return folder
     raise UsageError(f"--resume latest: no run of {name} in {Path('runs').absolute()} has a checkpoint")

@@ -22,7 +22,7 @@ from zmqtrain.launcher.continued import Left
 from zmqtrain.launcher.slurm.submit import cancel, job_of, state_of
 from zmqtrain.launcher.ssh.leftovers import stop_hosts
 from zmqtrain.membership.journal import NAME
-from zmqtrain.observe.run_directory import find_run, log_name, runs_of, training_of
+from zmqtrain.observe.run_directory import began, find_run, log_name, runs_of, training_of
 from zmqtrain.observe.sums import SUMS
 from zmqtrain.observe.tail import Tail
 from zmqtrain.observe.terminal import duration
@@ -90,10 +90,10 @@ def state_of_run(path: Path) -> dict[str, Any]:
 
 
 def run_list(folder: Path, *, json_lines: bool = False) -> int:
-    """Print the runs of a folder, in the order in which they were last changed. Raises `UsageError` if there is no such folder."""
+    """Print the runs of a folder, in the order in which they have begun. Raises `UsageError` if there is no such folder."""
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder.absolute()}: runs are in the folder runs of where they were launched")
-    paths = sorted(runs_of(folder), key=lambda path: path.stat().st_mtime)
+    paths = sorted(runs_of(folder), key=began)
     states = [state_of_run(path) for path in paths]
     if json_lines:
         for state in states:

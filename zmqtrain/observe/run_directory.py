@@ -226,7 +226,13 @@ def _whole_lines(file: Path) -> None:
 
 def latest_run(parent: Path = Path("runs")) -> Path | None:
     """The run that was started last."""
-    return max(runs_of(parent), key=lambda path: path.stat().st_mtime, default=None)
+    return max(runs_of(parent), key=began, default=None)
+
+
+def began(path: Path) -> float:
+    """When the run of a directory has begun, or was taken up again. The directory's own time tells less: reports of old runs, and
+    whatever else is put into it, change it."""
+    return (path / "topology.toml").stat().st_mtime
 
 
 def runs_of(parent: Path = Path("runs")) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import Any
 from zmqtrain.observe.dashboard.search import ROLE as SEARCH
 from zmqtrain.observe.dashboard.search import SearchState
 from zmqtrain.observe.dashboard.state import Json, RunState
-from zmqtrain.observe.run_directory import log_name, runs_of, training_of
+from zmqtrain.observe.run_directory import began, log_name, runs_of, training_of
 from zmqtrain.topology.ranges import expand
 
 #: Bytes that one look reads at most, so that the first look at a long run gives something to see soon.
@@ -174,7 +174,7 @@ def seen(run: Followed, state_of: Callable[[Path], Json]) -> Json:
 
 def listed(folder: Path, state_of: Callable[[Path], Json]) -> list[Json]:
     """The runs of a folder, the newest first: their names, and of what ``state_of`` says the status and the results."""
-    paths = sorted(runs_of(folder), key=lambda path: path.stat().st_mtime, reverse=True)
+    paths = sorted(runs_of(folder), key=began, reverse=True)
     states = [(path.name, state_of(path)) for path in paths]
     return [
         {"name": name, **{key: state.get(key) for key in ("status", "steps", "seconds", "eval", "loss")}} for name, state in states
