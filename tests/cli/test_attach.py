@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.cli.attach import Follower
+from zmqtrain.cli.attach import Follower, run_attach
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
 
@@ -29,6 +29,18 @@ def test_what_was_before_counts_but_is_not_shown(tmp_path: Path, capsys: pytest.
     follower.look()
     run.close()
     assert capsys.readouterr().out.splitlines() == ["step 100..101  loss 0.4000  exposed communication 50 %", "worker/0 | after"]
+
+
+def test_a_run_that_has_ended_is_no_line_among_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory.create("digits", exact=tmp_path / "run")
+    run.write("topology.toml", "")
+    run.write_json("summary.json", {"status": "halted", "seconds": 3.0, "steps": 7, "exit_code": 72})
+    run.close()
+    for json_lines in (True, False):
+        assert run_attach(str(run.path), json_lines=json_lines) == 72
+        said = capsys.readouterr()
+        assert "halted after 3" in (said.err if json_lines else said.out)
+        assert not (said.out if json_lines else said.err)
 
 
 def _event(kind: str, rank: int, step: int | None, **values: Any) -> dict[str, Any]:

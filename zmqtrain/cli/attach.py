@@ -63,7 +63,7 @@ def run_attach(name: str, *, json_lines: bool = False) -> int:
     path = find_run(name)
     launcher = launcher_of(path)
     if launcher is None:
-        return _without_launcher(path)
+        return _without_launcher(path, json_lines)
     topology = load_topology(path / "topology.toml")
     groups = {role.peer: role.group for role in place(topology).workers}
     view = make_view(groups, json_lines=json_lines, every_steps=topology.observe.progress_every)
@@ -81,15 +81,16 @@ def run_attach(name: str, *, json_lines: bool = False) -> int:
         print(f"detached; the run continues ({path})", file=sys.stderr)
         return 0
     view.end()
-    return _without_launcher(path)
+    return _without_launcher(path, json_lines)
 
 
-def _without_launcher(path: Path) -> int:
+def _without_launcher(path: Path, json_lines: bool) -> int:
     """The result of a run that has ended. Raises `HostLostError`, with the state of its agents, if it has lost its launcher."""
     summary = path / "summary.json"
     if summary.exists():
         values = json.loads(summary.read_text(encoding="utf-8"))
-        print(f"{values['status']} after {rounded_duration(values['seconds'])}, {counted(values['steps'], 'step')}: {path}")
+        said = f"{values['status']} after {rounded_duration(values['seconds'])}, {counted(values['steps'], 'step')}: {path}"
+        print(said, file=sys.stderr if json_lines else sys.stdout)
         return int(values["exit_code"])
     lines = [f"the launcher of {path} has ended without finishing the run"]
     job = load_topology(path / "topology.toml").job
