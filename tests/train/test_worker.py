@@ -150,6 +150,18 @@ async def test_training_ends_when_the_metric_is_reached(staleness: Any) -> None:
     assert len(result.losses("worker/2")) == len(result.losses("worker/3")) < 40
 
 
+@pytest.mark.parametrize("exchange", [{"kind": "allreduce"}, {"kind": "model_server"}, {"kind": "gossip"}], ids=str)
+async def test_a_metric_that_is_not_reached_is_said(exchange: dict[str, Any]) -> None:
+    until = {"metric": "eval_loss", "reaches": 1e-9, "max_steps": 5}
+    topology = topology_of(
+        job={"until": until, "eval_every": 2}, compute={"groups": 2, "group_size": 2, "batch_size": 16}, exchange=exchange
+    )
+    result = await run(topology, Recipe())
+    texts = [event["text"] for recorder in result.recorders.values() for event in recorder.of("warning")]
+    value = result.recorders["worker/0"].of("eval")[-1]["eval_loss"]
+    assert texts == [f"eval_loss has not reached 1e-09: that of the run's model is {value:.6g}"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fields", [SCHEDULED, ADAM], ids=["sgd-schedule", "adam"])
 async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -55,7 +56,16 @@ class Until(Section):
         description="Training ends at the first evaluation at which the metric is at least this value (at most, if its name "
         "contains `loss`)."
     )
-    max_steps: int | None = Field(default=None, ge=1, le=MOST, description="Give up after this many steps of a group.")
+    max_steps: int | None = Field(
+        default=None, ge=1, le=MOST, description="Give up after this many steps of a group, with a warning."
+    )
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        """The metric's value, if it is among ``metrics``, by name."""
+        return metrics.get(self.metric, metrics.get(f"eval_{self.metric}"))
+
+    def reached(self, value: float) -> bool:
+        return value <= self.reaches if "loss" in self.metric else value >= self.reaches
 
 
 class Job(Section):

@@ -412,10 +412,17 @@ class TrainLoop:
         until = self._job.until
         if until is None or values is None:
             return False
-        value = values.get(until.metric, values.get(f"eval_{until.metric}"))
+        value = until.value(values)
         if value is None:
             raise UsageError(f"[job] until: there is no metric {until.metric!r}; the task's evaluation has {', '.join(values)}")
-        return value <= until.reaches if "loss" in until.metric else value >= until.reaches
+        return until.reached(value)
+
+    def _say_if_not_reached(self, values: Mapping[str, float] | None) -> None:
+        until = self._job.until
+        if until is None or values is None or self._reached(values):
+            return
+        text = f"{until.metric} has not reached {until.reaches:g}: that of the run's model is {until.value(values):.6g}"
+        self._recorder.event("warning", step=self.step, text=text)
 
     async def _tell_reached(self, peer: PeerId) -> None:
         try:
@@ -513,7 +520,9 @@ class TrainLoop:
             if self.work.evaluates:
                 try:
                     # Groups that are not in step may have ended at different steps.
-                    await self._evaluate(group, self._ended_at or self.step, "last evaluate")
+                    values = await self._evaluate(group, self._ended_at or self.step, "last evaluate")
+                    if group.rank == 0:
+                        self._say_if_not_reached(values)
                 except (TaskError, UsageError) as error:
                     self._failure = error  # the model has been trained, so it is kept before this ends the run
             return await self._state(group, self._ended_at or self.step)
