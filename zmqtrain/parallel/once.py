@@ -1,4 +1,4 @@
-"""Backwards of divided layers, of which there is no gradient: what needs one says so."""
+"""Gradients that a divided model does not have: what needs one says so."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from zmqtrain.errors import UsageError
 
 _TWICE = (
     b"a gradient of a gradient (create_graph = True) goes through a divided model, which has none: train it without a grid, or "
@@ -40,6 +42,14 @@ def once_differentiable(backward: _Backward) -> _Backward:
         return result if isinstance(found, tuple) else result[0]
 
     return run  # type: ignore[return-value]
+
+
+def no_forward_mode(ctx: Any, *grad_inputs: Any, **_: Any) -> Any:
+    """Raise `UsageError`: the ``jvp`` of what computes on parts, and the rule of what makes dual tensors."""
+    raise UsageError(
+        "derivatives by dual tensors (torch.autograd.forward_ad) go through a divided model, which has none of these: write them "
+        "with torch.func.jvp or jacfwd within the forward, which see whole layers, or train the model without a grid"
+    )
 
 
 def _has_gradients(value: Tensor) -> bool:

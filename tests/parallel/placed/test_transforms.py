@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 from tests.parallel.placed.training import CLASSES, Training, compare
+from zmqtrain.errors import UsageError
+from zmqtrain.parallel.placed.model import parallelize
+from zmqtrain.parallel.rehearsal import RehearsalFabric
 
 SAMPLES, WIDTH = 5, 8
 VECTORS = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -52,3 +57,23 @@ def test_transforms_see_the_whole_model(name: str, plan: str, grid: str) -> None
         return Model(MODELS[name]).double()
 
     compare(made, Training(VECTORS), plan, grid)
+
+
+class InDual(Model):
+    """Its forward makes dual tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            return super().forward(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("inside", [True, False])
+def test_dual_tensors_are_refused(inside: bool) -> None:
+    model = (InDual if inside else Model)(MODELS["functional_call"]).double()
+    parallel = parallelize(model, "1x1", fabric=RehearsalFabric(0, 1))
+    parallel.batch.size = SAMPLES
+    with forward_ad.dual_level() if not inside else nullcontext():
+        given = VECTORS if inside else forward_ad.make_dual(VECTORS, torch.ones_like(VECTORS))
+        with pytest.raises(UsageError, match=r"dual tensors .* write them with torch.func.jvp"):
+            parallel(given)

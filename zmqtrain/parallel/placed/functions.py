@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from zmqtrain.parallel.once import no_forward_mode
+
 #: By function. ``NotImplemented`` leaves the call to the rules of its operators.
-FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+FUNCTIONS: dict[Any, Callable[..., Any]] = {torch._VF._make_dual: no_forward_mode}
 #: Functions whose rules are given tensors with two divided dimensions as they are; the others get them with one.
 BOTH: set[Any] = set()
 #: Functions that compute each sample by itself, or sum over samples wherever they are. In a layer that the plan has

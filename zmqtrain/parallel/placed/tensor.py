@@ -25,7 +25,7 @@ from zmqtrain.parallel.communicator import Fabric, Label, Phase, Term
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.dropout import Batch
 from zmqtrain.parallel.model.site import Site
-from zmqtrain.parallel.once import once_differentiable
+from zmqtrain.parallel.once import no_forward_mode, once_differentiable
 from zmqtrain.parallel.placed.functions import BOTH, BY_SAMPLES, FUNCTIONS
 from zmqtrain.parallel.placement import Block, Placement, changed, laid, lengths, remembered, settled, within
 from zmqtrain.parallel.redistribute import carry, route
@@ -547,6 +547,8 @@ def to_local(
 
 
 class _FromLocal(torch.autograd.Function):
+    jvp = staticmethod(no_forward_mode)
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, placement: Placement, shape: tuple[int, ...], world: World, gradient: Placement) -> Placed:
         ctx.gradient, ctx.world, ctx.shape = gradient, world, shape
