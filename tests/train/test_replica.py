@@ -71,6 +71,18 @@ class ReadEarly(nn.Module):
         return self.last(torch.tanh(self.second(torch.tanh(self.first(x))))) * (1 + penalty)
 
 
+class Derived(nn.Module):
+    """Computes the derivative of a layer within the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, back = torch.func.vjp(lambda given: self.second(torch.tanh(self.first(given))), x)
+        return found + back(torch.ones_like(found))[0][:, :5]  # type: ignore[no-any-return]
+
+
 class InTurn(nn.Module):
     """Calls its last layer in every other step only, and uses its weights in each."""
 
@@ -91,6 +103,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention": Attention,
     "images": Images,
     "read early": ReadEarly,
+    "a derivative in the forward": Derived,
 }
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),

@@ -109,10 +109,19 @@ class Layers:
 
     def _taker(self, buckets: list[int]) -> Callable[[nn.Module, Any], None]:
         def take(module: nn.Module, arguments: Any) -> None:
-            for bucket in buckets:
-                self._take(bucket)
+            with _outside_transforms():  # of `torch.func`, which would have the optimizer change what it captures
+                for bucket in buckets:
+                    self._take(bucket)
 
         return take
+
+
+def _outside_transforms() -> AbstractContextManager[Any]:
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def _compiled(model: nn.Module) -> set[str]:
