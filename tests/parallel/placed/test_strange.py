@@ -255,3 +255,54 @@ class Experts(nn.Module):
             if which.numel():
                 found.index_add_(0, which, expert(words[which]) * weights[which, place, None])
         return self.head(found.view_as(x)), chances.mean(0).square().sum()
+
+
+# Batches of a single sample, whose dimension is like others of one.
+
+
+class Flattened(nn.Module):
+    """Images in one row of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(48, 6), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+class Summed(nn.Module):
+    """Attention by sums over times so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        sums = torch.cumsum(k[..., :, None] * v[..., None, :], 1)
+        return self.out(torch.einsum("nld,nldm->nlm", q, sums))  # type: ignore[no-any-return]
+
+
+class Stacked(nn.Module):
+    """The weights of several layers in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weights, self.last = nn.Linear(8, 6), nn.Parameter(torch.randn(3, 6, 5)), nn.Linear(15, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.einsum("nd,edf->nef", torch.tanh(self.first(x[:, 0])), self.weights)
+        return self.last(h.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("plan", ["model", "domain", "batch"])
+@pytest.mark.parametrize("grid", ["2x1", "1x2", "2x2", "3x1"])
+@pytest.mark.parametrize(("kind", "shape"), [(Flattened, (2, 8, 6)), (Summed, (5, 8)), (Stacked, (5, 8))])
+def test_a_single_sample(kind: type[nn.Module], shape: tuple[int, ...], grid: str, plan: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return kind().double()
+
+    inputs = torch.randn(1, *shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    compare(make, OfNumbers(inputs), plan, grid)

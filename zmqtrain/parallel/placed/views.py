@@ -213,20 +213,21 @@ def reshaped(placement: Placement, before: tuple[int, ...], after: tuple[int, ..
         else:
             changes.update(across=beside[0], across_divisions=beside[1])
     if placement.sample_dimension is not None:
-        unit = placement.sample_unit
-        there = _followed(placement.sample_dimension, ((0, unit),), before, after)
-        if there is None:
+        samples = _samples_followed(placement.sample_dimension, placement.sample_unit, before, after)
+        if samples is None:
             whole.append(placement.sample_dimension)
-        elif there[0] in (changes.get("divided"), changes.get("across")):
+        elif samples[0] in (changes.get("divided"), changes.get("across")):
             whole += [each for each in (placement.divided, placement.across) if each is not None]
         else:
-            changes.update(sample_dimension=there[0], sample_unit=there[1][0][1])
+            changes.update(sample_dimension=samples[0], sample_unit=samples[1])
     return (placement, whole) if whole else (changed(placement, **changes), whole)
 
 
 def _followed(dimension: int, ranges: Divisions, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, Divisions] | None:
     """Where a divided dimension is after a view, and its ranges; ``None`` where the parts are no ranges of one dimension."""
     outer, inner = math.prod(before[:dimension]), math.prod(before[dimension + 1 :])
+    if before[dimension] == 1 and (same := _ones(after, outer)[_ones(before, outer).index(dimension) :]):
+        return same[0], ranges
     passed = 1
     for new, size in enumerate(after):
         if passed == outer and size != 1:
@@ -241,6 +242,22 @@ def _followed(dimension: int, ranges: Divisions, before: tuple[int, ...], after:
         if passed > outer:
             return None
     return None
+
+
+def _samples_followed(dimension: int, unit: int, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, int] | None:
+    """The same for that with samples, and the unit there. A single sample is where several would be, as far as sizes say."""
+    outer, single = math.prod(before[:dimension]), before[dimension] == unit
+    if single and unit > 1 and (ones := _ones(after, outer)):
+        return ones[0], 1
+    found = _followed(dimension, ((0, unit),), before, after)
+    if found is None or (single and unit == 1 != after[found[0]] and found[0] == len(after) - 1):
+        return None  # features
+    return found[0], found[1][0][1]
+
+
+def _ones(shape: Sequence[int], outer: int) -> list[int]:
+    """Dimensions of 1 that come after ``outer`` elements of those before them."""
+    return [each for each, size in enumerate(shape) if size == 1 and math.prod(shape[:each]) == outer]
 
 
 @rule(aten.cat.default, both=True)
