@@ -296,10 +296,27 @@ class Stacked(nn.Module):
         return self.last(h.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
 
 
+class Followed(nn.Sequential):
+    """A layer whose backward others wait for, and one after it."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), copy.deepcopy(last), nn.Tanh())
+
+
 @pytest.mark.parametrize("plan", ["model", "domain", "batch"])
 @pytest.mark.parametrize("grid", ["2x1", "1x2", "2x2", "3x1"])
-@pytest.mark.parametrize(("kind", "shape"), [(Flattened, (2, 8, 6)), (Summed, (5, 8)), (Stacked, (5, 8))])
-def test_a_single_sample(kind: type[nn.Module], shape: tuple[int, ...], grid: str, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (Flattened, (2, 8, 6)),
+        (Summed, (5, 8)),
+        (Stacked, (5, 8)),
+        *((lambda last=last: Followed(last), (2, 8, 6)) for last in (nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.PixelShuffle(2))),
+    ],
+)
+def test_a_single_sample(kind: Callable[[], nn.Module], shape: tuple[int, ...], grid: str, plan: str) -> None:
+    """Where there are several columns, the others have none."""
+
     def make() -> nn.Module:
         torch.manual_seed(1)
         return kind().double()

@@ -269,7 +269,9 @@ def at_least_one(part: Tensor, dimension: int | None, count: int = 1) -> Tensor:
     gradients are zeros."""
     if dimension is None or part.shape[dimension]:
         return part
-    return part.new_zeros([count if each == dimension else size for each, size in enumerate(part.shape)])
+    found = part.new_zeros([count if each == dimension else size for each, size in enumerate(part.shape)])
+    # What comes before sends messages in backward: others wait for them, so backward must reach it here, too.
+    return found + part.sum() if part.requires_grad else found
 
 
 def _attention_on_samples(query: Placed, given: dict[str, Any], key: Tensor, value: Tensor) -> Any:

@@ -215,8 +215,10 @@ def of_samples(world: World, func: Any, args: Sequence[Any], kwargs: Mapping[str
     if value.dim() < (3 if func is aten.col2im.default else 4):
         return NotImplemented  # a single sample
     placement = freed(value, range(1, value.dim()))
-    found = func(world.relaid(value, placement), *args[1:], **kwargs)
-    return Placed(found, placement, (value.shape[0], *found.shape[1:]), world)
+    local = world.relaid(value, placement)
+    given = local if local.shape[0] else local.new_zeros((1, *local.shape[1:]))  # torch gives other shapes where there is nothing
+    found = func(given, *args[1:], **kwargs)
+    return Placed(found[: local.shape[0]], placement, (value.shape[0], *found.shape[1:]), world)
 
 
 @rule(aten.native_layer_norm.default, both=True)
