@@ -157,10 +157,24 @@ def test_another_coordinator_waits_for_workers_as_the_one_before_it() -> None:
     table.exited("worker/0", -9, again=True)
     other = Table(members(1, 1, 1), elastic=True, lasting=True)
     other.roster = Roster(other.expected, TIMEOUTS, now=0.0, elastic=True, lasting=True, ledger=table.roster.ledger())
+    other.ask("again", "server/0", 1)
     other.advance(TIMEOUTS.join_s / 2, ["server/0"])
     assert other.roster.state is State.RUNNING
     other.advance(TIMEOUTS.join_s, ["server/0"])
     assert [failure.reason for failure in other.roster.failures] == ["all workers were lost before another launcher took over"]
+
+
+def test_one_that_does_not_come_back_to_another_coordinator_stands_still() -> None:
+    table = Table(members(2, 0, 1), elastic=True, patient=True)
+    table.join_all()
+    other = Table(members(2, 0, 1), elastic=True)
+    other.roster = Roster(other.expected, TIMEOUTS, now=0.0, elastic=True, patient=True, ledger=table.roster.ledger())
+    other.ask("again", "worker/0", 1)
+    other.advance(TIMEOUTS.request_s)
+    assert set(other.roster.view().lost) == set()
+    other.advance(2 * TIMEOUTS.flush_s)
+    assert set(other.roster.view().lost) == {"worker/1"}
+    assert "it stands still" in other.roster.view().lost["worker/1"]
 
 
 @pytest.mark.parametrize("trained", [True, False])

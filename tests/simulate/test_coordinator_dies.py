@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from tests.simulate import test_training as training
-from tests.simulate.worlds import profile_file, topology_of
+from tests.simulate.worlds import profile_file, servers_topology, topology_of
 from zmqtrain import Task
+from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.simulate.faults import pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.simulate.succession import Death
 from zmqtrain.topology.schema import Topology
@@ -110,3 +112,13 @@ def test_checkpoints_and_the_model_are_those_of_a_run_that_was_never_disturbed(
             for name, mine in Checkpoint(found[-1]).part("model")[0].items():
                 its = Checkpoint(expected[-1]).part("model")[0][name]
                 torch.testing.assert_close(mine.tensor, its.tensor, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("victim", ["server/0", "worker/1"])
+def test_one_that_stands_still_since_before_is_gone_on_without(victim: str) -> None:
+    """The next coordinator never has a link to it, so none is lost."""
+    shape = servers_topology('"async"', servers=3, exchange="replicas = 1")
+    faults = [pause(victim, 60.0, at=0.010), restart(COORDINATOR, at=0.012, after=0.01)]
+    result = simulate(shape, options=Options(faults=faults))
+    assert (result.ending.status, result.broken) == ("done", [])
+    assert result.seconds < 10

@@ -142,6 +142,10 @@ class Roster:
             if name.startswith(OPENED):
                 self._barriers.remember(name.removeprefix(OPENED), value)
         self._heard.restore([host for host, entry in self._members.agents.items() if entry.here], now)
+        for entry in self._members:
+            # One that stands still since before has never had a link to this roster, whose loss would tell.
+            if entry.here and entry.member.is_role and self._members.is_watched(entry):
+                entry.cut = (now + self._timeouts.request_s, "it has not come back to the launcher that has taken over")
         if not self._run.is_over and self.state is not State.FINISHING and self._elastic and not self._some_left():
             reason = "all workers were lost before another launcher took over"
             error = HostLostError(reason)
