@@ -17,6 +17,7 @@ task = "task.py"
 steps = {steps}
 timeout = "60 s"
 oversubscribe = true
+elastic = true
 [[hosts]]
 name = "h[1-3]"
 slots = 1
@@ -33,7 +34,7 @@ events_per_s = "all"
 """
 
 
-@pytest.mark.parametrize(("staleness", "replicas"), [("async", "replicas = 1"), ("sync", "replicas = 1")])
+@pytest.mark.parametrize(("staleness", "replicas"), [("async", "replicas = 1"), ("sync", "replicas = 0")])
 def test_a_host_with_a_server_leaves(tmp_path: Path, staleness: str, replicas: str, capsys: pytest.CaptureFixture[str]) -> None:
     steps = 150
     task = TASK.replace("torch.nn.functional.mse_loss", "loss").replace("\ndef task", LEAVES, 1)
@@ -54,5 +55,8 @@ def test_a_host_with_a_server_leaves(tmp_path: Path, staleness: str, replicas: s
         for rank in (0, 2):
             assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(steps))
         summary = run.json("summary.json")
+        trained = sum(event["values"]["samples"] for event in events if event["kind"] == "step")
+        account = summary["account"]
+        assert (account is None) if replicas == "replicas = 1" else (account["counted"] == trained)
         assert summary["eval"]["eval_loss"] < 1e-3
         assert (run.run / "model.safetensors").exists()

@@ -17,6 +17,10 @@ from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.simulate.faults import Fault, drain, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 
+VICTIMS = ("server/1", "server/2", "server/0", "worker/1", COORDINATOR)
+#: Seconds after a host was asked to leave: its shard is copied, handed over, and copied again within 1.5 ms.
+MOMENTS = (0.0001, 0.0003, 0.0005, 0.0007, 0.0009, 0.0011, 0.0013, 0.0016)
+
 
 class Heard:
     """What the coordinator has recorded."""
@@ -85,15 +89,39 @@ def test_a_host_with_the_last_server_stays() -> None:
     assert "server/0" in heard.left  # to the end
 
 
-def test_a_host_with_a_server_whose_shard_is_nowhere_else_stays() -> None:
+#: A run that does not keep shards twice.
+ONCE = {"exchange": "", "job": "elastic = true"}
+
+
+@pytest.mark.parametrize("staleness", POLICIES)
+@pytest.mark.parametrize("epochs", [False, True])
+def test_without_replicas_a_shard_moves_to_the_server_that_serves_the_fewest(staleness: str, epochs: bool) -> None:
+    heard = survives([drain("s2", at=0.010), drain("s3", at=0.016)], staleness, epochs=epochs, **ONCE)
+    assert heard.moved[0] == (1, "server/1", "server/0")
+    assert sorted(heard.moved[1:]) == [(0, "server/0", "server/2"), (1, "server/0", "server/2")]
+    assert heard.left[:2] == ["agent/s2", "agent/s3"]
+    assert heard.lost == ["server/1", "server/0"]
+
+
+@pytest.mark.parametrize("victim", ["server/0", "worker/1", COORDINATOR])
+def test_without_replicas_one_is_killed_before_a_shard_is_handed_over(victim: str) -> None:
+    """``server/0`` has shards of its own, so it must not be the one that is lost; server/1 hands its shard to server/2 then."""
+    for policy, after in zip(POLICIES, MOMENTS, strict=False):
+        fault = restart(victim, at=0.012 + after, after=0.002) if victim == COORDINATOR else kill(victim, at=0.012 + after)
+        result, heard = run([drain("s2", at=0.012), fault], policy, epochs=True, **ONCE)
+        assert result.ending.status == ("failed" if victim == "server/0" else "done")
+        assert victim == "server/0" or heard.moved == [(1, "server/1", "server/0")]
+
+
+def test_a_lost_server_that_has_nothing_any_more_is_gone_on_without() -> None:
+    heard = survives([drain("s2", at=0.010), kill("server/1", at=0.0115)], '"async"', epochs=True, **ONCE)
+    assert heard.moved == [(1, "server/1", "server/0")]
+
+
+def test_a_host_stays_with_a_server_of_a_run_that_does_not_ask_to_be_elastic() -> None:
     heard = survives([drain("s1", at=0.008)], '"async"', exchange="")
     assert heard.moved == []
     assert {"server/0", "server/1", "server/2"} <= set(heard.left)
-
-
-VICTIMS = ("server/1", "server/2", "server/0", "worker/1", COORDINATOR)
-#: Seconds after a host was asked to leave: its shard is copied, handed over, and copied again within 1.5 ms.
-MOMENTS = (0.0001, 0.0003, 0.0005, 0.0007, 0.0009, 0.0011, 0.0013, 0.0016)
 
 
 @pytest.mark.parametrize(("number", "victim"), list(enumerate(VICTIMS)))
@@ -128,15 +156,17 @@ def test_random_moves_and_losses_break_nothing(seed: int) -> None:
     draw = random.Random(seed)
     servers = draw.choice((2, 3, 4))
     job = draw.choice(("", "eval_every = 5", "checkpoint_every = 4\neval_every = 6"))
-    epochs = draw.random() < 0.5
-    run(faults_of(draw, servers), POLICIES[seed % len(POLICIES)], seed=seed, servers=servers, epochs=epochs, job=job)
+    epochs, replicas = draw.random() < 0.5, seed // len(POLICIES) % 2
+    how = {"job": f"elastic = true\n{job}", "exchange": f"replicas = {replicas}", "servers": servers, "epochs": epochs}
+    run(faults_of(draw, servers), POLICIES[seed % len(POLICIES)], seed=seed, **how)
 
 
-def test_a_synchronous_run_ends_with_the_same_bits_as_one_in_which_nothing_moves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_synchronous_run_ends_with_the_same_bits_as_one_in_which_nothing_moves(tmp_path: Path, replicas: int) -> None:
     """Torch in double precision, with an optimizer that has a state; and one process on the whole batches is as near as ever."""
     hosts = [{"name": "h[1-2]", "slots": 1}, {"name": "s[1-3]", "slots": 1}]
-    exchange = {"shards": 3, "replicas": 1, "split_size": "256 B"}
-    asked = topology_of(tmp_path, 2, 1, hosts=hosts, exchange=exchange, job={"checkpoint_every": 2})
+    exchange = {"shards": 3, "replicas": replicas, "split_size": "256 B"}
+    asked = topology_of(tmp_path, 2, 1, hosts=hosts, exchange=exchange, job={"checkpoint_every": 2, "elastic": True})
     found = []
     for faults in ((), (drain("s2", step=2),), (drain("s3", step=2), drain("s1", step=4))):
         recipe, heard = Recipe(), Heard()

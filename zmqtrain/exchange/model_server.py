@@ -88,7 +88,7 @@ class ModelServerExchange:
         members: Members | None = None,
         membership: Membership | None = None,
     ) -> None:
-        """``members``: given if they survive losses. ``membership``: given if servers survive them, too."""
+        """``members``: given if they survive losses. ``membership``: given if other servers may come to serve shards."""
         self._members: Members | None = members
         self._changes: ServerChanges | None = None
         self._own_team: OwnTeam | None = None  # if groups have several workers, and may lose some
@@ -138,9 +138,10 @@ class ModelServerExchange:
         if not context.scaled:
             settings = replace(settings, judges=False)
         members = context.members if context.members.survives else None
-        membership = worker.membership if worker.topology.replicated else None
+        membership = worker.membership if worker.topology.moves_shards else None
         if membership is not None and members is None:
-            raise UsageError(f"shards are kept twice only in runs of tasks that carry on without lost workers: remove {ASKING}")
+            what = "are kept twice" if worker.topology.replicated else "move"
+            raise UsageError(f"shards {what} only in runs of tasks that carry on without lost workers: remove {ASKING}")
         return cls(worker.endpoint, settings, recorder=worker.recorder, members=members, membership=membership)
 
     @property

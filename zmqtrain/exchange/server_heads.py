@@ -1,8 +1,8 @@
 """The model servers that serve the shards now, as a worker knows them.
 
-If shards are kept twice, another server may serve a shard from one moment to the next, since the one before was lost or has handed
-it over. Whatever a worker has asked of that one, and has not got, it then asks of the other: servers tell what is new to them from
-what they have got by way of the one before.
+If shards are kept twice or may move, another server may serve a shard from one moment to the next, since the one before was lost
+or has handed it over. Whatever a worker has asked of that one, and has not got, it then asks of the other: servers tell what is new
+to them from what they have got by way of the one before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Heads:
     """The server that serves each shard at present, as workers know it."""
 
     def __init__(self, endpoint: Endpoint, servers: Sequence[PeerId], *, membership: Membership | None = None) -> None:
-        """``servers``: those that begin with a shard each. ``membership``: given if shards are kept twice."""
+        """``servers``: those that begin with a shard each. ``membership``: given if others may come to serve
+        them."""
         self._endpoint, self._servers = endpoint, tuple(servers)
         self._news = None if membership is None else News(membership)
         self._waits: dict[tuple[PeerId, Tag], asyncio.Timeout] = {}  # what a server is to send
@@ -47,8 +48,8 @@ class Heads:
             endpoint.serve(MOVED, self._on_moved)
 
     @property
-    def replicated(self) -> bool:
-        """Whether shards are kept twice."""
+    def chained(self) -> bool:
+        """Whether other servers may come to serve the shards."""
         return self._news is not None
 
     @property
@@ -93,9 +94,9 @@ class Heads:
 
     async def request_of(self, server: PeerId, shard: int, method: str, *values: Value, timeout: float) -> Value:
         """A request about the shard to this very server. Raises `ShardMovedError`."""
-        arguments = (shard, *values) if self.replicated else values
+        arguments = (shard, *values) if self.chained else values
         answer = (await self._endpoint.request(server, method, *arguments, timeout=timeout)).meta
-        if self.replicated and (version := moved_version(answer)) is not None:
+        if self.chained and (version := moved_version(answer)) is not None:
             raise ShardMovedError(version)
         return answer
 

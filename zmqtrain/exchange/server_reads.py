@@ -63,7 +63,7 @@ class ServerReads:
         assert life is not None
 
         async def read(shard: int, server: PeerId) -> None:
-            if self._heads.replicated:  # another server may have been told first that this worker takes part
+            if self._heads.chained:  # another server may have been told first that this worker takes part
                 await self._again(shard, server, "entered")
             await self._receive(shard, server, lambda piece: entered_tag(piece, life), "the parameters for its first step")
 

@@ -45,8 +45,9 @@ def _which_stay(host: str, topology: Topology, placement: Placement, view: View)
     for role in placement.of_host(host):
         if role.kind == "fc":
             yield role.peer, "and the layers of an FC server do not move"
-        elif role.kind == "server" and not topology.replicated:
-            yield role.peer, "and its shard moves only in a run with [exchange] replicas = 1"
+        elif role.kind == "server" and not topology.moves_shards:
+            needs = "several of them, groups of one worker, and [job] elastic = true or [exchange] replicas = 1"
+            yield role.peer, f"and shards move only with {needs}"
         elif role.kind == "server" and not any(
             member.host != host and member.peer not in view.leaving for member in view.servers()
         ):

@@ -1,5 +1,5 @@
-"""A model server of a run whose shards are kept twice: it serves its own shard, keeps copies of others, and serves those whose
-servers are lost::
+"""A model server of a run whose shards are kept twice, or may move: it serves its own shard, keeps copies of others, and serves
+those whose servers are lost or hand them over::
 
     configure, initial values -> a copy for the backup -> serving (`Head`) ... -> finished
     a copy from another server -> its operations ...   -> that server is lost -> serving (`Head`) ...
@@ -64,7 +64,7 @@ class Follower:
 
 
 class ReplicatedServer:
-    """A model server whose shards are kept on two servers. Call `run` once."""
+    """A model server whose shards may be on other servers, too, or move there. Call `run` once."""
 
     def __init__(
         self,
@@ -74,14 +74,15 @@ class ReplicatedServer:
         settings: ServerSettings,
         *,
         checkpoints: MakeCheckpoints,
+        copies: bool,
         recorder: Recorder | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """``checkpoints(shard)``: where the parts of a shard are stored. ``arena``: the memory that it shares with other
-        processes of its host."""
+        """``checkpoints(shard)``: where the parts of a shard are stored. ``copies``: each shard is to be on two servers. ``arena``:
+        the memory that it shares with other processes of its host."""
         self._endpoint, self._membership, self._settings, self._arena = endpoint, membership, settings, arena
         self._recorder: Recorder = recorder or NullRecorder()
-        self._make_checkpoints = checkpoints
+        self._make_checkpoints, self._copies = checkpoints, copies
         self.backups = backups_for(placement, endpoint.peer)
         """The others, by how well they can be its backup."""
         self._news = News(membership)
@@ -194,7 +195,7 @@ class ReplicatedServer:
             self._shards = {piece.index: piece.server for piece in configuration.pieces()}
 
     def _serve(self, tools: ServerTools, copy: ShardCopy, *, joined: PeerId | None = None) -> Head:
-        head = Head(tools, copy, self._membership, self._news, self, copies=True, joined=joined)
+        head = Head(tools, copy, self._membership, self._news, self, copies=self._copies, joined=joined)
         self._heads[copy.number] = head
         self._handed.pop(copy.number, None)
         self._run(head.run())
@@ -387,7 +388,8 @@ class ReplicatedServer:
                 self._run(head.drop(peer, life))
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
-        if peer in self._settings.workers and not self._holds and not self._heads and not self._done.done():
+        givers = self._configured.result().groups[0] if self._configured.done() else self._settings.workers[:1]
+        if peer in givers and not self._holds and not self._heads and not self._done.done():
             self._done.set_exception(PeerLostError(peer, reason, waiting_for="its gradients"))
 
     def maybe_end(self) -> None:
@@ -442,7 +444,7 @@ class ReplicatedServer:
         if self._configured.done():
             raise ProtocolError(f"{self._endpoint.peer} is already configured")
         if configuration.elastic is None:
-            raise ProtocolError("shards are kept twice only for workers that may be lost")
+            raise ProtocolError("shards are kept twice, or move, only for workers that may be lost")
         self._configured.set_result(configuration)
         return None
 

@@ -68,13 +68,14 @@ async def run_server(context: RoleContext) -> None:
         barrier_s=timeouts.barrier_s,
         elastic=context.topology.elastic,
     )
-    if context.topology.replicated:
+    if context.topology.moves_shards:
         replicated = ReplicatedServer(
             context.endpoint,
             context.membership,
             context.placement,
             settings,
             checkpoints=lambda shard: CoordinatorCheckpoints(context.endpoint, f"server-{shard}", timeouts.barrier_s),
+            copies=context.topology.replicated,
             recorder=context.recorder,
             arena=context.arena,
         )

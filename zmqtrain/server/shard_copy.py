@@ -180,6 +180,7 @@ class ShardCopy:
             "aggregator": aggregator.state(),
             "lives": self.lives.state(),
             "staleness": [[*item] for item in shard.staleness.items()],
+            "batches": [[*item] for item in shard.batches.items()],
             "last_staleness": [[*where, staleness] for where, staleness in shard.last_staleness.items()],
         }
         waiting = [operation.message(self.done, lasting=False, kind="pending") for operation in self._waiting.values()]
@@ -231,6 +232,7 @@ class Incoming:
             found.setdefault(kind, {})[rest] = payload
         restore_pieces(shard.entries, _tensors(found.get("now", {})), sidecar["pieces"], shard.limit, shard.recovery)
         shard.staleness.update(dict(sidecar["staleness"]))
+        shard.batches.update(dict(sidecar["batches"]))
         shard.last_staleness.update({(group, piece): staleness for group, piece, staleness in sidecar["last_staleness"]})
         shard.sensors.watch(shard.entries.values(), len(configuration.groups))
         copy = ShardCopy(tools, configuration, number, shard, first_step=0, gate=gate)

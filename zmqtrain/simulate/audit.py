@@ -68,7 +68,7 @@ class Auditor:
         self._wrong_values: str | None = None
         self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server holds when it ends
         self._backups: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each copy of a shard holds that does not serve
-        self._chains = Chains([server.peer for server in placement.server_roles]) if topology.replicated else Chains()
+        self._chains = Chains([server.peer for server in placement.server_roles]) if topology.moves_shards else Chains()
         self._ledger = Ledger(topology, placement)
         self._ran = False  # all had joined
         self._trains: set[PeerId] = set()  # workers that have begun a step
@@ -265,7 +265,9 @@ class Auditor:
             for other in self._chains.value[shard][1:]:
                 self._chains.do_without(shard, server, other)
         elif kind == "moved":
-            self._chains.hand_over(int(values["shard"]), str(values["before"]), str(values["server"]), copies=True)
+            self._chains.hand_over(
+                int(values["shard"]), str(values["before"]), str(values["server"]), copies=self._topology.replicated
+            )
 
     def launcher_died(self) -> None:
         """A launcher has died. Another one goes on only with what all know: that all have joined."""

@@ -46,7 +46,8 @@ def faults_for(topology: Topology, seed: int, source: FaultSource, horizon_s: fl
     if source == "none":
         return ()
     draw = random.Random(f"{seed}/faults")
-    faults = random_faults(place(topology), topology.job.timeouts, horizon_s, draw, elastic=topology.elastic)
+    elastic, moves = topology.elastic, topology.moves_shards
+    faults = random_faults(place(topology), topology.job.timeouts, horizon_s, draw, elastic=elastic, moves_shards=moves)
     return (*faults, *launcher_deaths(topology.job.timeouts, horizon_s, random.Random(f"{seed}/launcher")))
 
 

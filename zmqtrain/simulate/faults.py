@@ -28,6 +28,8 @@ WEIGHTS: dict[FaultKind, int] = {
 ELASTIC_WEIGHTS: dict[FaultKind, int] = {**WEIGHTS, "kill": 6, "restart": 8}
 #: The weight of newcomers, where a run may have more workers than it begins with.
 JOIN_WEIGHT = 12
+#: The weight of hosts that leave, where what their servers have can move.
+DRAIN_WEIGHT = 6
 #: The share of an elastic run's losses that hit workers alone. A lost server ends it.
 WORKERS_HIT = 0.9
 #: The share of faults that come soon after the one before, while the run still reacts to that.
@@ -204,12 +206,21 @@ def remaining(faults: Sequence[Fault], done: Sequence[Fault], seconds: float, ho
 
 
 def random_faults(
-    placement: Placement, timeouts: Timeouts, horizon_s: float, draw: random.Random, *, elastic: bool = False
+    placement: Placement,
+    timeouts: Timeouts,
+    horizon_s: float,
+    draw: random.Random,
+    *,
+    elastic: bool = False,
+    moves_shards: bool = False,
 ) -> tuple[Fault, ...]:
     """A schedule of one to `MOST_RANDOM` faults for a run that takes about ``horizon_s`` seconds without them."""
     weights = dict(ELASTIC_WEIGHTS if elastic else WEIGHTS)
     if placement.spares:
         weights["join"] = JOIN_WEIGHT
+    if moves_shards:
+        weights["drain"] = DRAIN_WEIGHT
+    servers = [role.host for role in placement.server_roles]
     kinds = list(weights)
     hosts = [host for host in placement.hosts if placement.of_host(host)]
     peers = [role.peer for role in placement.roles]
@@ -229,6 +240,8 @@ def random_faults(
         match kind:
             case "join":
                 faults.append(join(draw.choice(placement.spares).host, at=at))
+            case "drain":
+                faults.append(drain(draw.choice(servers), at=at))
             case "kill":
                 faults.append(kill(host if draw.random() < 0.25 else target, at=at))
             case "restart":

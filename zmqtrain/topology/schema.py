@@ -148,6 +148,13 @@ class Topology(Section):
         return self.exchange.kind == "model_server" and self.exchange.replicas > 0
 
     @property
+    def moves_shards(self) -> bool:
+        """Whether what a model server has may move to another one while the run trains. Servers and workers must know from the
+        beginning, so it holds only for runs that are sure to carry on without lost workers."""
+        several = self.exchange.kind == "model_server" and self.exchange.shards > 1
+        return self.replicated or (several and self.elastic and self.asks_elastic and self.compute.group_size == 1)
+
+    @property
     def divided(self) -> bool:
         """Whether the workers of a group divide the model, or the images, among them."""
         return self.compute.rows > 1 or (self.parallel.statistics == "whole" and self.compute.group_size > 1)
