@@ -177,6 +177,28 @@ def test_a_group_goes_on_without_one_of_its_workers_and_with_its_successor(tmp_p
         assert (run.run / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("staleness", ["async", "sync"])
+def test_merged_layers_are_trained_on_without_one_of_a_pair_and_with_its_successor(tmp_path: Path, staleness: str) -> None:
+    """Every sample of all epochs counts once. The loss is computed by the FC server, which therefore waits at `waiting`'s step."""
+    task = waiting(6, successor=False).replace(
+        "torch.nn.Linear(8, 1)", "torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))"
+    )
+    (tmp_path / "task.py").write_text(task)
+    topology = TOPOLOGY.format(restarts=1, steps=STEPS, kind="model_server")
+    topology = topology.replace(f"steps = {STEPS}", "epochs = 4\neval_every = 60\ncheckpoint_every = 60")
+    topology = topology.replace("groups = 3", "groups = 2\ngroup_size = 2")
+    topology = topology.replace("[observe]", f'staleness = "{staleness}"\nmerged_fc = true\nsplit = "1"\n[observe]')
+    (tmp_path / "trial.toml").write_text(topology)
+    with Launched(tmp_path, "trial.toml") as run:
+        events = ends_without(run, tmp_path, "worker/0", of=4)
+        views = [event["values"]["members"] for event in events if event["kind"] == "view" and event["rank"] == 1]
+        assert views[0] == ["worker/1", "worker/2", "worker/3"]
+        account = run.json("summary.json")["account"]
+        assert (account["due"], account["counted"]) == (2048, 2048)
+        assert run.json("summary.json")["eval"]["eval_loss"] < 1e-2
+        assert (run.run / "model.safetensors").exists()
+
+
 #: What comes before the task: the first steps of all are quick. Then those who stay wait until the other has left, and that
 #: one until it is asked to, and a while in each step that it makes nevertheless.
 LEAVES = """

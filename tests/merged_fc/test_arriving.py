@@ -47,3 +47,21 @@ def test_what_does_not_belong_is_refused_and_changes_nothing() -> None:
     arriving.add("worker/0", activations_tag(0, 0, 0), TENSORS[0])
     assert arriving.add("worker/0", activations_tag(0, 0, 2), TENSORS[2]) is not None
     assert arriving.add("worker/0", activations_tag(MOST_BATCHES, 0, 0), TENSORS[0]) is None
+
+
+def test_what_is_incomplete_of_a_sender_is_forgotten() -> None:
+    arriving = Arriving()
+    for number in range(MOST_BATCHES // 2):
+        arriving.add("worker/0", activations_tag(number, 0, 1), TENSORS[1])
+        arriving.add("worker/0", evaluate_tag(number, 1), TENSORS[1])
+    arriving.add("worker/1", activations_tag(0, 0, 1), TENSORS[1])
+    arriving.forget("worker/0", training=True)
+    for place in (0, 2):  # what was sent for an evaluation is still there
+        found = arriving.add("worker/0", evaluate_tag(0, place), TENSORS[place])
+    assert found is not None
+    arriving.forget("worker/0")
+    for number in range(MOST_BATCHES):
+        arriving.add("worker/0", activations_tag(number, 0, 0), TENSORS[0])
+    for place in (0, 2):
+        found = arriving.add("worker/1", activations_tag(0, 0, place), TENSORS[place])
+    assert found is not None

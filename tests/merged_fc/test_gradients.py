@@ -50,3 +50,15 @@ def test_a_group_that_left_is_not_waited_for() -> None:
         write(gradients, group, float(group))
         gradients.complete(group, range(3))
     assert gradients.mean()[0].tolist() == [1.0]
+
+
+def test_a_set_that_is_not_needed_changes_nothing() -> None:
+    gradients = GroupGradients([torch.zeros(2)])
+    write(gradients, 0, 1.0)
+    gradients.complete(0, [0, 1])
+    write(gradients, -1, 5.0)
+    gradients.discard(-1)
+    assert not gradients.begun(-1)
+    write(gradients, 1, 3.0)
+    gradients.complete(1, [0, 1])
+    assert gradients.mean()[0].tolist() == [2.0, 2.0]

@@ -21,6 +21,8 @@ METAS = [
     ActivationsMeta(1, (True,), 3),
     ActivationsMeta(4, (True, False), 5, 3, 12.5, {"a": ["tuple", 0, 1]}),
     ActivationsMeta(2, (False,), 1, hyperparameters=[None, {"lr": 0.1, "betas": [0.9, 0.99]}]),
+    ActivationsMeta(1, (True,), 1, torn=((7, 3), (9, 4))),
+    ActivationsMeta(1, (True,), 1, hyperparameters=[{"lr": 0.5}], torn=((7, 3),)),
 ]
 
 
@@ -48,6 +50,8 @@ def test_answers_survive_the_wire(answer: AnswerMeta) -> None:
         [1, [True], 3, 1, 0.0, 0],
         [1, [True], 3, 1, float("nan"), 0],
         [1, [True], 3, 1, 1.0, 0, {"lr": 0.1}],
+        [1, [True], 3, 1, 1.0, 0, None, [[1]]],
+        [1, [True], 3, 1, 1.0, 0, None, [["a", 1]]],
         [1, [True], 3, 1, 1.0, 0, [3]],
         [1, [True], 3, 1, 1.0, 0, None, None],
     ],
@@ -64,8 +68,10 @@ def test_other_answers_are_refused(value: Any) -> None:
 
 
 def test_tags() -> None:
-    assert parse_activations_tag(activations_tag(3, 1, 2)) == ((3, 1), 2)
-    assert parse_activations_tag(evaluate_tag(7, 0)) == (("evaluate", 7), 0)
-    for tag in (("activations", 1, 2), ("activations", "train", 1, 2), ("activations", 1, "a", 0)):
+    for life in (None, 0, 9):
+        assert parse_activations_tag(activations_tag(3, 1, 2, life)) == ((3, 1), 2, life)
+        assert parse_activations_tag(evaluate_tag(7, 0, life)) == (("evaluate", 7), 0, life)
+    bad = (1, 2), ("train", 1, 2), (1, "a", 0), (1, 2, 0, "a"), (1, 2, 0, 1, 1)
+    for tag in [("activations", *each) for each in bad]:
         with pytest.raises(ProtocolError, match="not a tag of activations"):
             parse_activations_tag(tag)

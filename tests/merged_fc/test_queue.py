@@ -178,3 +178,121 @@ def test_every_step_takes_effect_once_and_in_order(arrivals: list[int], policy: 
         assert applied == sent
     else:
         assert applied == [min(sent)] * 4
+
+
+# If workers may be lost.
+
+
+def turn_of(queue: FcQueue, group: int, step: int, size: int = 1) -> Turn:
+    """The turn of the group, which is the only one that waits."""
+    step_of(queue, group, step, size)
+    turn = queue.next()
+    assert isinstance(turn, Turn)
+    assert (turn.group, turn.step) == (group, step)
+    return turn
+
+
+def elastic(groups: int, size: int, policy: Policy) -> FcQueue:
+    """Groups whose teams have the lives 10, 11, and so on."""
+    queue = FcQueue(groups, size, policy)
+    queue.begin({group: 10 + group for group in range(groups)})
+    return queue
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_what_was_computed_for_a_lost_group_counts_and_its_batch_does_not_count_again(computed: bool) -> None:
+    queue = elastic(2, 1, ASYNC)
+    queue.computed(turn_of(queue, 0, 0))
+    turn = turn_of(queue, 1, 0)
+    if computed:
+        assert queue.computed(turn) is not None
+    assert queue.drop(1) is None
+    assert queue.progress(11) == ((1, 1) if computed else (0, 0))
+    assert queue.progress(10) is None
+    queue.arrived(WorkerPlace(0, 0), 1, 0, 1, torn=((11, 0),))
+    again = queue.next()
+    assert again == Turn(0, 1, 0, (0,), last=True, counts=not computed)
+    assert isinstance(again, Turn)
+    assert (queue.computed(again) is None) == computed
+    assert queue.computed(turn_of(queue, 0, 2)) == Applied((0,), (2,), (0,), "applied on arrival")
+
+
+def test_what_waits_for_the_others_counts_with_them_although_it_is_of_a_lost_group() -> None:
+    queue = elastic(3, 1, SYNC)
+    for group in (2, 0):
+        assert queue.computed(turn_of(queue, group, 0)) is None
+    assert queue.drop(2) is None
+    applied = queue.computed(turn_of(queue, 1, 0))
+    assert applied is not None
+    assert (applied.groups, applied.steps) == ((0, 1, 2), (0, 0, 0))
+    assert queue.enter(2, {0: 10, 1: 11, 2: 20}) == []
+    for group in (0, 1):
+        assert queue.computed(turn_of(queue, group, 1)) is None or group == 1
+    assert [queue.life(group) for group in range(3)] == [10, 11, 20]
+    for group in (0, 1):
+        assert queue.computed(turn_of(queue, group, 2)) is None
+    applied = queue.computed(turn_of(queue, 2, 2))
+    assert applied is not None
+    assert applied.groups == (0, 1, 2)
+
+
+def test_if_no_gradient_counts_there_is_no_update() -> None:
+    queue = elastic(1, 1, SYNC)
+    queue.computed(turn_of(queue, 0, 0))
+    queue.enter(1, {0: 20})
+    queue.arrived(WorkerPlace(0, 0), 1, 0, 1, torn=((10, 0),))
+    turn = queue.next()
+    assert isinstance(turn, Turn)
+    assert queue.computed(turn) is None
+    assert queue.version == 1
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_team_that_follows_trains_the_step_that_was_given_up(computed: bool) -> None:
+    """The others wait for it, and the batch counts once: as the team before had it computed, if it had."""
+    queue = elastic(2, 2, SYNC)
+    if computed:
+        assert queue.computed(turn_of(queue, 1, 0, 2)) is None
+    else:
+        queue.arrived(WorkerPlace(1, 0), 0, 0, 1)  # the other one is lost
+    queue.hold(1)
+    assert queue.computed(turn_of(queue, 0, 0, 2)) is None or computed
+    assert queue.life(1) is None
+    queue.seat({1: (0,)})
+    queue.follow(1, 20, 0)
+    assert queue.enter(1, {0: 10, 1: 20}) == []
+    with pytest.raises(ProtocolError, match="once more" if computed else "its next step is 0"):
+        queue.arrived(WorkerPlace(1, 0), 2, 0, 1)
+    queue.arrived(WorkerPlace(1, 0), 0, 0, 1)
+    turn = queue.next()
+    assert turn == Turn(1, 0, 0, (0,), last=True, counts=not computed)
+    assert isinstance(turn, Turn)
+    applied = queue.computed(turn)
+    assert (applied is None) == computed
+    assert queue.version == 1, "with both groups"
+    queue.arrived(WorkerPlace(1, 0), 1, 0, 1)
+    turn = queue.next()
+    assert isinstance(turn, Turn)
+    assert turn.counts
+
+
+def test_a_group_that_follows_and_is_lost_as_a_whole_leaves_what_has_not_counted() -> None:
+    queue = elastic(2, 2, SYNC)
+    queue.computed(turn_of(queue, 1, 0, 2))
+    queue.hold(1)
+    queue.seat({1: (0,)})
+    queue.follow(1, 20, 0)
+    assert queue.drop(1) is None
+    assert (queue.progress(11), queue.progress(20)) == ((1, 1), (1, 1))
+    assert queue.computed(turn_of(queue, 0, 0, 2)) is not None
+
+
+def test_evaluations_of_a_lost_worker_are_forgotten_and_others_do_not_wait_for_one_that_rests() -> None:
+    queue = elastic(2, 1, SYNC)
+    queue.asked("worker/1", 0)
+    queue.forget("worker/1")
+    assert queue.next() is None
+    assert queue.computed(turn_of(queue, 0, 0)) is None
+    applied = queue.rest(1)
+    assert applied is not None
+    assert applied.groups == (0,)

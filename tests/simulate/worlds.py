@@ -136,6 +136,16 @@ def teams_topology(staleness: str, *, groups: int = 2, size: int = 2, epochs: bo
     return parse_topology(text)
 
 
+def merged_topology(
+    staleness: str, *, groups: int = 3, size: int = 1, epochs: bool = False, job: str = "", **exchange: Any
+) -> Topology:
+    """The same with an FC server, on a host of its own."""
+    shape = teams_topology(staleness, groups=groups, size=size, epochs=epochs, job=job).model_dump(exclude_unset=True)
+    shape["hosts"] = [*shape["hosts"], {"name": "f1", "address": "10.0.0.3", "slots": 1}]
+    shape["exchange"] |= {"merged_fc": True, **exchange}
+    return Topology.from_dict(shape)
+
+
 def run(shape: Topology, *faults: Fault) -> tuple[dict[str, list[int]], list[tuple[str, ...]], float]:
     """A whole run, in which nothing may break: the steps of each worker, the members after each change, and how long it took."""
     steps: dict[str, list[int]] = {}

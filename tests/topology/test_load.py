@@ -239,6 +239,18 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
         (f"{PAIRS}kind = 'gossip'\n[data]\nshuffle = 'ring'\nring = 'tensors'\n", "job.elastic", 2, "with gossip among groups of"),
         (f"{PAIRS}kind = 'gossip'\n[parallel]\nstatistics = 'whole'\n", "job.elastic", 2, "in the middle of a forward"),
         (
+            "[job]\nelastic = true\n[compute]\naccumulate = 2\n[exchange]\nmerged_fc = true\n",
+            "job.elastic",
+            2,
+            "cannot have accumulate with merged_fc",
+        ),
+        (
+            "[job]\nelastic = true\n[compute]\ngroups = 2\npipeline = 2\n[exchange]\nmerged_fc = true\n",
+            "job.elastic",
+            2,
+            "cannot have pipeline: one worker",
+        ),
+        (
             "[job]\nelastic = true\n[compute]\ngroup_size = 4\ngrid = '2x2'\n",
             "job.elastic",
             2,

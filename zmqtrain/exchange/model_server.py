@@ -36,9 +36,10 @@ from zmqtrain.exchange.optimizer import require_elementwise
 from zmqtrain.exchange.own_team import OwnTeam
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.push_compression import PushCompression
-from zmqtrain.exchange.server_changes import ServerChanges
+from zmqtrain.exchange.server_changes import BEGIN, ServerChanges
 from zmqtrain.exchange.server_heads import Heads
 from zmqtrain.exchange.server_messages import (
+    Configuration,
     PushMeta,
     ReadMeta,
     differing,
@@ -208,7 +209,7 @@ class ModelServerExchange:
             else:
                 await self._own_team.entered()
             return first_step
-        starting = [self._ask_servers("configure", configuration.to_value())] if settings.group == settings.position == 0 else []
+        starting = [self._configure(configuration)] if settings.group == settings.position == 0 else []
         await together(
             self._reads().initial(),
             send_initial(self._endpoint, settings.servers, replica.buckets, self._first, checkpoint),
@@ -218,13 +219,20 @@ class ModelServerExchange:
             replica.parameters_ready(bucket)
         return None
 
+    async def _configure(self, configuration: Configuration) -> None:
+        if configuration.elastic is not None:  # first, since workers send it activations once they have parameters
+            await self._ask_fc(BEGIN, configuration.elastic, configuration.keeps_places)
+        await self._ask_servers("configure", configuration.to_value())
+
     def _take_part(self) -> bool:
         """If workers may be lost: follow who takes part. Returns whether this worker comes late."""
         members, settings = self._members, self._settings
         if members is None:
             return False
         groups = settings.groups if max(map(len, settings.groups)) > 1 else ()
-        self._changes = ServerChanges(self._heads, members, groups, timeout_s=settings.barrier_s, recorder=self._recorder)
+        self._changes = ServerChanges(
+            self._heads, members, groups, ask_fc=self._ask_fc, timeout_s=settings.barrier_s, recorder=self._recorder
+        )
         replica = self._replica_started()
         self._beside = Beside(
             self._endpoint, replica, lambda: bool(self._versions), late=members.late, timeout_s=settings.barrier_s
@@ -369,7 +377,8 @@ class ModelServerExchange:
             if plan is not None and self.synchronous:
                 era = plan.eras[-1]
             # Otherwise the era until now: a change meanwhile may have left this worker something to train.
-            await self._ask_servers("left", *([] if era is None else [era.since]))
+            since: list[Value] = [] if era is None else [era.since]
+            await together(self._ask_servers("left", *since), self._tell_fc("left", *since))
 
     async def stop(self, *, failed: bool = False) -> None:
         """Tell the servers that this worker has finished. Call `settle` first; pending transfers are abandoned, so that a run that
@@ -382,7 +391,8 @@ class ModelServerExchange:
         self._arithmetic.close()
         if self._replica is None or (failed and self._members is not None and self._members.survives):
             return
-        await self._ask_servers("finished", *([] if self._members is None else [self._members.own_incarnation]))
+        own: list[Value] = [] if self._members is None else [self._members.own_incarnation]
+        await together(self._ask_servers("finished", *own), self._tell_fc("finished", *own))
 
     def staleness(self) -> Sequence[int]:
         result, self._staleness = self._staleness, []
@@ -426,6 +436,17 @@ class ModelServerExchange:
 
     async def _ask_servers(self, method: str, *values: Value) -> None:
         await self._heads.request_all(method, *values, timeout=self._settings.request_s)
+
+    async def _ask_fc(self, method: str, *values: Value) -> list[Value]:
+        """A request to the FC server, if there is one. Returns its answer."""
+        server = self._settings.fc_server
+        if server is None:
+            return []
+        return [(await self._endpoint.request(server, method, *values, timeout=self._settings.barrier_s)).meta]
+
+    async def _tell_fc(self, method: str, *values: Value) -> None:
+        if self._members is not None:  # otherwise only the layers before it speak with it
+            await self._ask_fc(method, *values)
 
     # The life of a bucket.
 

@@ -10,12 +10,13 @@ Both requests come from every member, and count once. So whichever of them is lo
 step of the new members begins before all servers know them. What a lost worker has got done is final with the answer to "members":
 what arrives later is dropped. A worker that comes late learns of all changes before it from the servers, too.
 
-What servers know are teams (`zmqtrain.data.teams`); a worker that is a group of its own is one.
+What servers know are teams (`zmqtrain.data.teams`); a worker that is a group of its own is one. An FC server is told the same: what
+it holds is one more piece of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from zmqtrain.data.slots import Life, Progress, Slot, SlotPlan
@@ -25,19 +26,30 @@ from zmqtrain.events import Recorder
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.server_heads import Heads
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.waiting import task_group
 from zmqtrain.wire.payload import Value
 
 MEMBERS, CHANGE, HISTORY = "members", "change", "history"
+#: Tells an FC server what the run begins with (`base_value`), and whether groups keep their places.
+BEGIN = "fc_begin"
 
 
 class ServerChanges:
     """One worker's side. Make it before the first step."""
 
     def __init__(
-        self, heads: Heads, members: Members, groups: Sequence[Sequence[PeerId]], *, timeout_s: float, recorder: Recorder
+        self,
+        heads: Heads,
+        members: Members,
+        groups: Sequence[Sequence[PeerId]],
+        *,
+        ask_fc: Callable[..., Coroutine[Any, Any, Sequence[Value]]],
+        timeout_s: float,
+        recorder: Recorder,
     ) -> None:
-        """``groups``: those that form teams, if groups have several workers."""
-        self._heads, self._members, self._groups = heads, members, groups
+        """``groups``: those that form teams, if groups have several workers. ``ask_fc(method, *values)``: asks the FC server, if
+        there is one."""
+        self._heads, self._members, self._groups, self._ask_fc = heads, members, groups, ask_fc
         self._timeout_s, self._recorder = timeout_s, recorder
         self._late = members.late
         if not members.late:
@@ -56,7 +68,7 @@ class ServerChanges:
             teams = tuple(Team.alone(peer, incarnation) for peer, incarnation in living.items())
         told: list[Value] = [team.to_value() for team in teams]
         # Servers answer once they have begun, and when what they are computing is done.
-        answers = [_Members.of(answer) for answer in await self._heads.request_all(MEMBERS, told, timeout=self._timeout_s)]
+        answers = [_Members.of(answer) for answer in await self._ask(MEMBERS, told)]
         progress = merged(each.progress for each in answers)
         since = max(step, *(each.floor for each in answers))
         if history is not None and teams == before and (known := last_change(history)) is not None:
@@ -66,7 +78,7 @@ class ServerChanges:
             kept = set[Life].intersection(*(each.kept for each in answers))
             change = Change(since, teams, {} if plan is None else _following(plan, before, teams, since, kept, progress))
         since = change.since
-        await self._heads.request_all(CHANGE, *change.to_value(), timeout=self._timeout_s)
+        await self._ask(CHANGE, *change.to_value())
         if self._late:
             self._late = False
             self._members.slots = self._limited(plan_of(await self._heads.request(0, HISTORY, timeout=self._timeout_s), progress))
@@ -79,6 +91,13 @@ class ServerChanges:
         lives = [team.unit for team in teams]
         self._recorder.audit("era", since=since, members=lives, left=[slot.number for slot in plan.eras[-1].left])
         return since
+
+    async def _ask(self, method: str, *values: Value) -> list[Value]:
+        """A request to all servers. Returns their answers."""
+        async with task_group() as tasks:
+            of_servers = tasks.create_task(self._heads.request_all(method, *values, timeout=self._timeout_s))
+            of_fc = tasks.create_task(self._ask_fc(method, *values))
+        return [*of_servers.result(), *of_fc.result()]
 
     def _limited(self, plan: SlotPlan) -> SlotPlan:
         """The plan, which ends where that of the others does."""

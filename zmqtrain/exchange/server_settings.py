@@ -21,6 +21,8 @@ class ModelServerSettings:
     groups: tuple[tuple[PeerId, ...], ...]
     """The workers of each group, by position."""
     servers: tuple[PeerId, ...]
+    fc_server: PeerId | None = None
+    """The FC server that workers know, if there is one. It must hear who trains, as model servers do."""
     policy: PolicyKind = "async"
     bound: int = 0
     snapshot: bool = False
@@ -60,6 +62,7 @@ class ModelServerSettings:
             position=role.position,
             groups=tuple(placement.group_members(group) for group in range(placement.groups)),
             servers=tuple(server.peer for server in placement.server_roles),
+            fc_server=next((server.peer for server in placement.fc_roles), None),
             policy=exchange.policy,
             bound=exchange.bound or 0,
             snapshot=exchange.snapshot,

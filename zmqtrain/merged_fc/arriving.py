@@ -6,7 +6,7 @@ from collections import Counter
 
 from zmqtrain.errors import ProtocolError
 from zmqtrain.merged_fc.executor import BatchPart
-from zmqtrain.merged_fc.messages import MOST_TENSORS, ActivationsMeta, parse_activations_tag
+from zmqtrain.merged_fc.messages import EVALUATE, MOST_TENSORS, ActivationsMeta, parse_activations_tag
 from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.wire.payload import Payload
 
@@ -26,7 +26,7 @@ class Arriving:
         the worker's part; otherwise ``None``.
 
         Raises `ProtocolError` if the tensor belongs to no batch."""
-        (what, number), index = parse_activations_tag(tag)
+        (what, number), index, _ = parse_activations_tag(tag)
         key = (sender, what, number)
         more = key not in self._here and self._batches[sender] == MOST_BATCHES
         if not 0 <= index < MOST_TENSORS or more:
@@ -45,3 +45,9 @@ class Arriving:
         del self._here[key]
         self._batches[sender] -= 1
         return what, number, BatchPart(meta, tuple(here[each] for each in range(meta.tensors)))
+
+    def forget(self, sender: PeerId, *, training: bool = False) -> None:
+        """Drop what has arrived of the sender's incomplete batches; only of those of steps, if ``training``."""
+        for key in [key for key in self._here if key[0] == sender and not (training and key[1] == EVALUATE)]:
+            del self._here[key]
+            self._batches[sender] -= 1

@@ -1,18 +1,24 @@
 """A worker's side of the FC server, on the event loop: activations are sent, their gradients come back.
 
 The sent tensors must not change until the answer arrives: within a host the server reads them in place.
+
+If workers may be lost, a step is given up once the worker's team is another one: then no answer comes, nor is one needed. The
+server has forgotten the step by then, or has computed it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from zmqtrain.errors import PeerTimeoutError, ProtocolError, ZmqTrainError
 from zmqtrain.exchange.checkpoint_part import unpack_manifest
+from zmqtrain.exchange.members import Members
+from zmqtrain.membership.context import RoleContext
 from zmqtrain.merged_fc.messages import (
     PRIORITY,
     ActivationsMeta,
@@ -26,19 +32,60 @@ from zmqtrain.merged_fc.messages import (
 )
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.topology.timeouts import Timeouts
-from zmqtrain.waiting import together
+from zmqtrain.waiting import abandoned, together
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
+
+T = TypeVar("T")
+
+#: In place of an answer: the step was given up.
+GIVEN_UP = AnswerMeta(None, 0.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """For whom a step is trained."""
+
+    life: int | None = None
+    """The life of the worker's team, if workers may be lost."""
+    torn: tuple[tuple[int, int], ...] = ()
+    given_up: asyncio.Future[None] | None = None
+    """Done once the team is another one."""
+
+
+class _GivenUpError(Exception):
+    """The step that something is waited for was given up."""
 
 
 class FcClient:
     """The client of one worker. Waits raise `PeerLostError`, `PeerTimeoutError`, or a `ProtocolError` if the server refuses."""
 
-    def __init__(self, endpoint: Endpoint, server: PeerId, timeouts: Timeouts) -> None:
-        self._endpoint, self._server, self._timeouts = endpoint, server, timeouts
+    def __init__(self, endpoint: Endpoint, server: PeerId, timeouts: Timeouts, members: Members | None = None) -> None:
+        """``members``: given if they survive losses."""
+        self._endpoint, self._server, self._timeouts, self._members = endpoint, server, timeouts, members
         self._refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._evaluations = 0
+        self._turn = _Turn()
+        self._unwanted: set[asyncio.Task[None]] = set()  # receive what may still come of steps that were given up
         endpoint.serve("fc_refused", self._on_refused)
+        if members is not None:
+            members.on_change(self._on_change)
+
+    @classmethod
+    def of(cls, context: RoleContext, members: Members) -> FcClient:
+        """The client of a run's worker. Called on the loop's thread."""
+        server = context.placement.fc_roles[0].peer
+        return cls(context.endpoint, server, context.timeouts, members if members.survives else None)
+
+    def begin_step(self, step: int) -> None:
+        """The batch of this step is the next one to be sent. Called when the exchange begins the step, at the same moment."""
+        members = self._members
+        if members is None:
+            return
+        slot, team = members.slot(step), members.team()
+        assert slot is not None, f"step {step} has no batch for this worker"
+        life = members.own_incarnation if team is None else team.life
+        self._turn = _Turn(life, slot.torn, asyncio.get_running_loop().create_future())
 
     async def train(
         self,
@@ -51,25 +98,35 @@ class FcClient:
     ) -> AnswerMeta:
         """Send a micro-batch. On return the wanted gradients are in ``into``, if the answer says that there are any.
 
-        ``sent`` is called once everything is queued. Returns the answer."""
-        tags = [activations_tag(step, micro_batch, place) for place in range(len(tensors))]
-        await self._send(tags, tensors, meta)
-        if sent is not None:
-            await sent()
+        ``sent`` is called once everything is queued. Returns the answer, or `GIVEN_UP`."""
+        turn = self._turn
+        if turn.given_up is not None and turn.given_up.done():
+            return GIVEN_UP
+        tags = [activations_tag(step, micro_batch, place, turn.life) for place in range(len(tensors))]
         what = f"the gradients of the activations of step {step}"
-        answer = AnswerMeta.from_value((await self._receive(answer_tag(step, micro_batch), what)).meta)
-        if answer.gradients:
-            if answer.gradients != len(into):
-                raise ProtocolError(f"{self._server} sent {answer.gradients} gradients for {len(into)} activations")
-            tagged = [(gradient_tag(step, micro_batch, place), target) for place, target in enumerate(into)]
-            await together(*(self._receive(tag, what, into=target) for tag, target in tagged))
+        first = answer_tag(step, micro_batch, turn.life)
+        tagged = [(gradient_tag(step, micro_batch, place, turn.life), target) for place, target in enumerate(into)]
+        try:
+            await self._unless_given_up(turn, self._send(tags, tensors, replace(meta, torn=turn.torn)))
+            if sent is not None:
+                await sent()
+            answer = AnswerMeta.from_value((await self._unless_given_up(turn, self._receive(first, what))).meta)
+            if answer.gradients:
+                if answer.gradients != len(into):
+                    raise ProtocolError(f"{self._server} sent {answer.gradients} gradients for {len(into)} activations")
+                every = together(*(self._receive(tag, what, into=target) for tag, target in tagged))
+                await self._unless_given_up(turn, every)
+        except _GivenUpError:
+            self._let_come(first, *(tag for tag, _ in tagged))
+            return GIVEN_UP
         return answer
 
     async def evaluate(self, meta: ActivationsMeta, tensors: Sequence[Payload]) -> list[float]:
         """Have a batch evaluated. Returns the sums of the metrics over it."""
         number, self._evaluations = self._evaluations, self._evaluations + 1
-        await self._send([evaluate_tag(number, place) for place in range(len(tensors))], tensors, meta)
-        measured = (await self._receive(measured_tag(number), "an evaluation")).meta
+        own = self._own_life
+        await self._send([evaluate_tag(number, place, own) for place in range(len(tensors))], tensors, meta)
+        measured = (await self._receive(measured_tag(number, own), "an evaluation")).meta
         match measured:
             case list() if all(isinstance(each, int | float) for each in measured):
                 return [float(each) for each in measured]
@@ -85,18 +142,24 @@ class FcClient:
 
     async def model(self, step: int) -> dict[str, TensorPayload]:
         """The server's part of the model's state, by name, as kept for the checkpoint at ``step``."""
-        await self._endpoint.request(self._server, "fc_model", step, timeout=self._timeouts.barrier_s)
+        own = self._own_life
+        lives = () if own is None else (own,)
+        await self._endpoint.request(self._server, "fc_model", step, *lives, timeout=self._timeouts.barrier_s)
         what = f"its part of the model at step {step}"
-        listed, _ = unpack_manifest(await self._receive(model_tag(step), what))
+        listed, _ = unpack_manifest(await self._receive(model_tag(step, own), what))
         state = {}
         for name, dtype, shape in listed:
             into = TensorPayload.empty(math.prod(shape), dtype)
-            await self._receive(model_tag(step), what, into=into)
+            await self._receive(model_tag(step, own), what, into=into)
             state[name] = TensorPayload.of(into.tensor.view(shape))
         return state
 
     async def finish(self) -> None:
-        """Announce that this worker no longer needs the server. If the server is already gone, nothing happens."""
+        """Announce that this worker no longer needs the server. If the server is already gone, nothing happens. (If workers may be
+        lost, the exchange has announced it to all servers, or this worker is to come back.)"""
+        await abandoned(self._unwanted)
+        if self._members is not None:
+            return
         with suppress(ZmqTrainError):
             await self._endpoint.request(self._server, "fc_finished", timeout=self._timeouts.grace_s)
 
@@ -104,6 +167,44 @@ class FcClient:
         tensors[0].meta = meta.to_value()
         for tag, payload in zip(tags, tensors, strict=True):
             await self._endpoint.send(self._server, tag, payload, priority=PRIORITY, lasting=True)
+
+    @property
+    def _own_life(self) -> int | None:
+        """Of this process, if workers may be lost."""
+        return None if self._members is None else self._members.own_incarnation
+
+    def _on_change(self, step: int, living: tuple[PeerId, ...]) -> None:
+        """All know who trains from a step on."""
+        assert self._members is not None
+        team, turn = self._members.team(), self._turn
+        if team is not None and team.life != turn.life and turn.given_up is not None and not turn.given_up.done():
+            turn.given_up.set_result(None)
+
+    async def _unless_given_up(self, turn: _Turn, wait: Coroutine[Any, Any, T]) -> T:
+        """What ``wait`` returns. Raises `_GivenUpError` as soon as the turn is given up; nothing of it is under way then."""
+        if turn.given_up is None:
+            return await wait
+        task = asyncio.get_running_loop().create_task(wait)
+        try:
+            ends: list[asyncio.Future[Any]] = [task, turn.given_up]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if turn.given_up.done():
+                raise _GivenUpError
+            return task.result()
+        finally:
+            await abandoned([task])
+
+    def _let_come(self, *tags: Tag) -> None:
+        """Take what may still come with these tags, so that it is not stored for ever."""
+
+        async def take(tag: Tag) -> None:
+            with suppress(ZmqTrainError):
+                await self._endpoint.receive(self._server, tag)
+
+        for tag in tags:
+            task = asyncio.get_running_loop().create_task(take(tag), name=f"let {tag} come")
+            self._unwanted.add(task)
+            task.add_done_callback(self._unwanted.discard)
 
     async def _receive(self, tag: Tag, what: str, *, into: Payload | None = None) -> Payload:
         wait = asyncio.get_running_loop().create_task(self._endpoint.receive(self._server, tag, into=into))
@@ -117,7 +218,7 @@ class FcClient:
             self._refused.result()
             raise AssertionError("a refusal raises an error")
         finally:
-            wait.cancel()
+            await abandoned([wait])  # nothing writes ``into`` any more
 
     async def _on_refused(self, caller: PeerId, tag: Value, reason: str) -> Value:
         if caller == self._server and not self._refused.done():

@@ -47,7 +47,7 @@ class Executor(Protocol):
 
     async def train(self, turn: Turn, parts: Sequence[BatchPart]) -> Trained:
         """Forward, loss and backward of a group's micro-batch. The parameters' gradients are added to the group's, unless the loss
-        is not finite and the run is to stop."""
+        is not finite and the run is to stop, or the turn does not count: then it leaves the layers as they are."""
         ...
 
     async def update(self, applied: Applied) -> None:

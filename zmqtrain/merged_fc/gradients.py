@@ -47,6 +47,11 @@ class GroupGradients:
                 break
             self._fold(each)
 
+    def discard(self, group: int) -> None:
+        """The group's set is not needed."""
+        self._begun.discard(group)
+        self._free.append(self._of.pop(group))
+
     def mean(self) -> list[Tensor]:
         """The mean of all complete sets. Call `release` when it has been used."""
         for group in sorted(self._waiting):

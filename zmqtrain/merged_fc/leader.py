@@ -157,7 +157,7 @@ def order_to_value(order: Order) -> Value:
     """The order as a value for a header."""
     match order:
         case Train(turn, tensors):
-            return ["train", turn.group, turn.step, turn.micro_batch, list(turn.positions), turn.last, list(tensors)]
+            return ["train", turn.group, turn.step, turn.micro_batch, list(turn.positions), turn.last, turn.counts, list(tensors)]
         case Update(applied):
             return ["update", list(applied.groups), list(applied.steps), list(applied.staleness), applied.reason]
         case Evaluate(tensors):
@@ -171,8 +171,8 @@ def order_to_value(order: Order) -> Value:
 def order_from_value(value: Value) -> Order:
     """The inverse of `order_to_value`. Raises `ProtocolError` for anything else."""
     match value:
-        case ["train", int(group), int(step), int(micro_batch), list(positions), bool(last), list(tensors)]:
-            return Train(Turn(group, step, micro_batch, _numbers(positions), last), _numbers(tensors))
+        case ["train", int(group), int(step), int(micro_batch), list(positions), bool(last), bool(counts), list(tensors)]:
+            return Train(Turn(group, step, micro_batch, _numbers(positions), last, counts), _numbers(tensors))
         case ["update", list(groups), list(steps), list(staleness), str(reason)]:
             return Update(Applied(_numbers(groups), _numbers(steps), _numbers(staleness), reason))
         case ["evaluate", list(tensors)]:

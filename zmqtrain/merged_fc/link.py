@@ -57,8 +57,10 @@ class OnItsWay:
         """Seconds that `wait` has taken."""
         return self._begun.waited_s
 
-    def backward(self) -> None:
-        """Run the backward of the layers that computed the activations."""
+    def backward(self, *, nothing: bool = False) -> None:
+        """Run the backward of the layers that computed the activations. ``nothing``: their gradients are zero."""
+        for each in self._gradients if nothing else ():
+            each.zero_()
         gradients = [mine.to(each.device) for mine, each in zip(self._gradients, self._wanted, strict=True)]
         torch.autograd.backward(self._wanted, gradients)
 

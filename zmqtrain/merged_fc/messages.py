@@ -16,6 +16,10 @@ fc_finished (request)   worker to server    ``fc_finished``                     
 ======================  ==================  ===========================================  =========================================
 
 Tensors have samples along their first dimension. Targets are sent like activations, after them.
+
+If workers may be lost, tags end with a life: of the team for which a step is trained, and of the process otherwise. So nothing that
+was meant for another one is taken for an answer. `zmqtrain.exchange.server_changes` then tells the server who trains, as it tells
+model servers, and ``finished`` takes the place of ``fc_finished``.
 """
 
 from __future__ import annotations
@@ -54,22 +58,28 @@ class ActivationsMeta:
     """How the target is made of its tensors (`zmqtrain.train.structure`)."""
     hyperparameters: Sequence[Mapping[str, Value] | None] | None = None
     """For each of the optimizer's parameter groups, the hyperparameters that differ from the initial ones at this step, if any."""
+    torn: tuple[tuple[int, int], ...] = ()
+    """The lives that were lost while they trained this batch, and their steps (`zmqtrain.data.slots.Slot`)."""
 
     def to_value(self) -> Value:
         head: list[Value] = [self.tensors, list(self.wanted), self.samples, self.micro_batches, self.divisor, self.structure]
-        if self.hyperparameters is None:
-            return head
-        return [*head, [None if group is None else dict(group) for group in self.hyperparameters]]
+        changed: list[Value] = [None if group is None else dict(group) for group in self.hyperparameters or ()]
+        if self.torn:
+            torn: list[Value] = [[life, step] for life, step in self.torn]
+            return [*head, None if self.hyperparameters is None else changed, torn]
+        return head if self.hyperparameters is None else [*head, changed]
 
     @classmethod
     def from_value(cls, value: Value) -> ActivationsMeta:
         """Raises `ProtocolError` if ``value`` is not a result of `to_value`."""
         match value:
-            case [int(tensors), list(wanted), int(samples), int(micro_batches), float(divisor), structure, *more] if len(more) < 2:
+            case [int(tensors), list(wanted), int(samples), int(micro_batches), float(divisor), structure, *more] if len(more) < 3:
                 sound = 0 < len(wanted) <= tensors <= MOST_TENSORS and samples > 0 and divisor > 0 and set(wanted) <= {True, False}
                 changed: Any = more[0] if more else None
-                if sound and (changed is None or _are_hyperparameters(changed)):
-                    return cls(tensors, tuple(wanted), samples, micro_batches, divisor, structure, changed)
+                torn: Any = more[1] if len(more) > 1 else []
+                if sound and (changed is None or _are_hyperparameters(changed)) and _are_lives(torn):
+                    lost = tuple((life, step) for life, step in torn)
+                    return cls(tensors, tuple(wanted), samples, micro_batches, divisor, structure, changed, lost)
         raise ProtocolError(f"invalid description of activations: {value!r:.200}")
 
 
@@ -95,38 +105,51 @@ class AnswerMeta:
         raise ProtocolError(f"an FC server answered {value!r:.100}; it must be loss, time and number of gradients")
 
 
-def activations_tag(step: int, micro_batch: int, place: int) -> Tag:
-    return (ACTIVATIONS, step, micro_batch, place)
+def activations_tag(step: int, micro_batch: int, place: int, life: int | None = None) -> Tag:
+    return _of(life, ACTIVATIONS, step, micro_batch, place)
 
 
-def evaluate_tag(number: int, place: int) -> Tag:
-    return (ACTIVATIONS, EVALUATE, number, place)
+def evaluate_tag(number: int, place: int, life: int | None = None) -> Tag:
+    return _of(life, ACTIVATIONS, EVALUATE, number, place)
 
 
-def parse_activations_tag(tag: Tag) -> tuple[tuple[str | int, int], int]:
-    """The batch (step and micro-batch, or ``evaluate`` and a number), and the tensor's place. Raises `ProtocolError`."""
-    match tag:
-        case (_, int(step), int(micro_batch), int(place)):
-            return (step, micro_batch), place
-        case (_, str(what), int(number), int(place)) if what == EVALUATE:
-            return (what, number), place
+def parse_activations_tag(tag: Tag) -> tuple[tuple[str | int, int], int, int | None]:
+    """The batch (step and micro-batch, or ``evaluate`` and a number), the tensor's place, and the life, if workers may be lost.
+    Raises `ProtocolError`."""
+    life = tag[4] if len(tag) == 5 else None
+    if life is None or isinstance(life, int):
+        match tag[:4] if len(tag) == 5 else tag:
+            case (_, int(step), int(micro_batch), int(place)):
+                return (step, micro_batch), place, life
+            case (_, str(what), int(number), int(place)) if what == EVALUATE:
+                return (what, number), place, life
     raise ProtocolError(f"{tag!r} is not a tag of activations, such as ('activations', step, micro-batch, place)")
 
 
-def answer_tag(step: int, micro_batch: int) -> Tag:
-    return ("fc_answer", step, micro_batch)
+def answer_tag(step: int, micro_batch: int, life: int | None = None) -> Tag:
+    return _of(life, "fc_answer", step, micro_batch)
 
 
-def gradient_tag(step: int, micro_batch: int, place: int) -> Tag:
-    return ("fc_gradient", step, micro_batch, place)
+def gradient_tag(step: int, micro_batch: int, place: int, life: int | None = None) -> Tag:
+    return _of(life, "fc_gradient", step, micro_batch, place)
 
 
-def measured_tag(number: int) -> Tag:
-    return ("fc_measured", number)
+def measured_tag(number: int, life: int | None = None) -> Tag:
+    return _of(life, "fc_measured", number)
 
 
-def model_tag(step: int) -> Tag:
-    return ("fc_model", step)
+def model_tag(step: int, life: int | None = None) -> Tag:
+    return _of(life, "fc_model", step)
+
+
+def _of(life: int | None, *tag: str | int) -> Tag:
+    return tag if life is None else (*tag, life)
+
+
+def _are_lives(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, list) and len(each) == 2 and all(isinstance(number, int) for number in each) for each in value
+    )
 
 
 def _are_hyperparameters(value: Value) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
 from zmqtrain.errors import ProtocolError
+from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.merged_fc.client import FcClient
 from zmqtrain.merged_fc.executor import BatchPart, ExecutorState, Trained
@@ -44,10 +45,12 @@ class ModelledLayers:
         self._last, self._make, self._divisor = profile.layers[-1], make, divisor
 
     @classmethod
-    def of(cls, context: RoleContext, profile: Profile) -> ModelledLayers:
+    def of(cls, context: RoleContext, profile: Profile, members: Members) -> ModelledLayers:
         """The layers of a worker. Called on the loop's thread."""
-        client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.timeouts)
-        return cls(client, profile, payloads_of(context.topology), context.topology.compute.batch_size)
+        return cls(FcClient.of(context, members), profile, payloads_of(context.topology), context.topology.compute.batch_size)
+
+    def begin_step(self, step: int) -> None:
+        self._client.begin_step(step)
 
     async def __call__(self, step: int, samples: int, sent: Callable[[], Awaitable[None]]) -> Waited:
         clock = asyncio.get_running_loop().time

@@ -89,11 +89,17 @@ async def _serve(context: RoleContext, executor: Executor, first_step: int) -> N
         groups=tuple(placement.group_members(group) for group in range(placement.groups)),
         request_s=timeouts.request_s,
         stop_on_nan=topology.job.on_nan == "stop",
+        elastic=topology.elastic,
     )
     queue = FcQueue(placement.groups, placement.group_size, policy, first_step)
     checkpoints = CoordinatorCheckpoints(endpoint, PART, timeouts.barrier_s)
     leading = LeadingExecutor(executor, endpoint, others)
-    await FcServer(endpoint, settings, queue, leading if others else executor, checkpoints, context.recorder).run()
+    server = FcServer(endpoint, settings, queue, leading if others else executor, checkpoints, context.recorder)
+    if server.seats is not None:
+        context.membership.on_view(server.seats.heed)
+        server.seats.heed(context.membership.view)  # to build the layers has taken a while
+        context.membership.on_halt(server.seats.halt)
+    await server.run()
     await leading.finish()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from zmqtrain.data.batch import Batch
 from zmqtrain.errors import NonFiniteLossError
 from zmqtrain.events import Recorder
+from zmqtrain.merged_fc.client import GIVEN_UP
 from zmqtrain.merged_fc.link import FcLink, MicroBatch, OnItsWay
 from zmqtrain.merged_fc.messages import AnswerMeta
 from zmqtrain.train.device.base import Device
@@ -94,12 +95,14 @@ class MergedStep:
             answer: AnswerMeta = sent.wait()
         self._waited_s += sent.waited_s
         self._served_s += answer.compute_s
-        value = math.nan if answer.loss is None else answer.loss
-        if not answer.gradients:
-            raise NonFiniteLossError(value, self._settings.rank, step)
-        self._loss += value * samples
-        self._samples += samples
+        given_up = answer is GIVEN_UP  # then the gradients of this step go nowhere, but their buckets must be handed over
+        if not given_up:
+            value = math.nan if answer.loss is None else answer.loss
+            if not answer.gradients:
+                raise NonFiniteLossError(value, self._settings.rank, step)
+            self._loss += value * samples
+            self._samples += samples
         replica.begin_backward(last=last)
         with self._recorder.span("backward", "compute", step=step), user_code("the backward pass"):
-            sent.backward()
+            sent.backward(nothing=given_up)
         replica.end_backward()

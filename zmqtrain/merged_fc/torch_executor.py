@@ -43,6 +43,10 @@ class ExecutorSettings:
     stop_on_nan: bool = True
 
 
+#: The group of a turn that does not count: its gradients are beside those of all groups.
+NO_GROUP = -1
+
+
 class TorchExecutor:
     """Implements `zmqtrain.merged_fc.executor.Executor`. Made in the compute thread; the optimizer has this phase's parameters."""
 
@@ -90,6 +94,7 @@ class TorchExecutor:
         inputs, target = self._batch(parts)
         for tensor, wanted in zip(inputs, meta.wanted, strict=True):
             tensor.requires_grad_(wanted)
+        buffers = [] if turn.counts else [(buffer, buffer.clone()) for buffer in self._phase.buffers()]
         self._phase.train()
         with autocast(self._device.torch_device, self._settings.precision):
             with user_code("the model's forward"):
@@ -107,9 +112,15 @@ class TorchExecutor:
         if not math.isfinite(value) and self._settings.stop_on_nan:
             return Trained(value, self._device.clock() - start, tuple(() for _ in parts))
         with user_code("the backward pass"):
-            self._backward(turn.group, loss * (samples / meta.divisor))
-        self._changed[turn.group] = meta.hyperparameters
+            self._backward(turn.group if turn.counts else NO_GROUP, loss * (samples / meta.divisor))
         gradients = tuple(_gradients(inputs, meta.wanted, parts))
+        if not turn.counts:
+            self._gradients.discard(NO_GROUP)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            return Trained(value, self._device.clock() - start, gradients)
+        self._changed[turn.group] = meta.hyperparameters
         if turn.last:
             self._gradients.complete(turn.group, range(self._settings.groups) if self._settings.together else (turn.group,))
         return Trained(value, self._device.clock() - start, gradients)

@@ -43,15 +43,15 @@ async def make_work(context: RoleContext, members: Members, task: Task | None = 
         from zmqtrain.train.modelled_work import ModelledWork
 
         profile = worker_profile(context.topology)
-        return ModelledWork(context, members, profile, ModelledLayers.of(context, profile))
-    return await TorchWork.make(context, members, task, make_remote=lambda device: MergedLayers(context, device))
+        return ModelledWork(context, members, profile, ModelledLayers.of(context, profile, members))
+    return await TorchWork.make(context, members, task, make_remote=lambda device: MergedLayers(context, device, members))
 
 
 class MergedLayers:
     """Implements `zmqtrain.train.remote_layers.RemoteLayers` with the FC server. Made on the loop's thread."""
 
-    def __init__(self, context: RoleContext, device: Device) -> None:
-        self._client = FcClient(context.endpoint, context.placement.fc_roles[0].peer, context.timeouts)
+    def __init__(self, context: RoleContext, device: Device, members: Members) -> None:
+        self._client = FcClient.of(context, members)
         self._link = FcLink(self._client, device, context.timeouts.barrier_s, Slot.of(context))
         self._topology, self._recorder = context.topology, context.recorder
 
@@ -76,6 +76,9 @@ class MergedLayers:
 
     def make_evaluation(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings) -> Evaluation:
         return MergedEvaluation(task, replica, device, settings, self._recorder, self._link)
+
+    def begin_step(self, step: int) -> None:
+        self._client.begin_step(step)
 
     async def keep(self, step: int, *, save: bool) -> None:
         await self._client.keep(step, save=save)

@@ -1,21 +1,48 @@
 """Which processes train, at a server whose workers may be lost, and what follows for its shard when that changes.
 
-Nothing here sends a message or waits for one, but for what `Serving` does under its lock, which every caller of a method that is a
-coroutine holds.
+Nothing here sends a message or waits for one, but for what `Seats` (such as a model server's `zmqtrain.server.serving.Serving`) do
+under their lock, which every caller of a method that is a coroutine holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from zmqtrain.data.slots import Life
 from zmqtrain.data.teams import Change, Team, teams_of
 from zmqtrain.errors import ProtocolError
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.server.serving import Serving
 from zmqtrain.wire.payload import Value
+
+
+class Seats(Protocol):
+    """What serves groups, of which each has at most one team at a time. A team is known by its life."""
+
+    lives: dict[int, int]
+    """group -> which of its teams trains."""
+    teams: dict[int, tuple[PeerId, ...]]
+    """group -> the workers of that team."""
+
+    async def drop(self, group: int) -> None:
+        """Go on without the present team of the group, if it has one. What it has done before still counts; nothing else will."""
+
+    def hold(self, group: int) -> None:
+        """As `drop`, but others wait for the team that follows the present one, and has its place."""
+
+    async def follow(self, group: int, life: int, first: int) -> None:
+        """This team has the place that was kept for it, and goes on at step ``first``."""
+
+    async def enter(self, step: int, lives: Mapping[int, int]) -> None:
+        """From ``step`` on these teams of the groups train, and no others, but for those whose places are kept."""
+
+    async def rest(self, group: int) -> None:
+        """The group has nothing to train for now, so the others do not wait for it."""
+
+    def progress(self, life: int) -> tuple[int, int] | None:
+        """How far a dropped life has got: the fewest and the most steps that count. ``None``: it never took part."""
+        ...
 
 
 class Lives:
@@ -26,7 +53,7 @@ class Lives:
     left. Once told (`progress`), it stays so until the next change, whoever is lost: all workers must be told the same.
     """
 
-    def __init__(self, serving: Serving, groups: Sequence[Sequence[PeerId]], base: Value, *, keeps_places: bool = False) -> None:
+    def __init__(self, serving: Seats, groups: Sequence[Sequence[PeerId]], base: Value, *, keeps_places: bool = False) -> None:
         """``groups``: all workers that the run can have. ``base``: what the run begins with
         (`zmqtrain.exchange.server_changes.base_value`)."""
         self._serving, self._base, self._keeps_places = serving, base, keeps_places
@@ -101,7 +128,7 @@ class Lives:
         asks late must be told the same."""
         self._kept.update(team.unit for team in self._held.values() if team.unit not in present)
         lost = [(name, life) for name, dropped in self._dropped.items() for life in dropped if (name, life) not in present]
-        found = [(name, life, self._serving.aggregator.progress(life)) for name, life in lost]
+        found = [(name, life, self._serving.progress(life)) for name, life in lost]
         rows = [(name, life, *progress) for name, life, progress in found if progress is not None]
         told: list[Value] = [[*row] for row in rows]
         kept: list[Value] = [[name, life] for name, life in lost if (name, life) in self._kept]

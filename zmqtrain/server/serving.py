@@ -305,6 +305,10 @@ class Serving:
         self._again.pop(group, None)
         self._late.pop(group, None)
 
+    def progress(self, life: int) -> tuple[int, int] | None:
+        """How far a dropped life has got (`Aggregator.progress`)."""
+        return self.aggregator.progress(life)
+
     async def rest(self, group: int) -> None:
         """The group has nothing to train for now, so the others do not wait for it."""
         self._recorder.audit("rests", group=group)

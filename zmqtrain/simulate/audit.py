@@ -113,7 +113,7 @@ class Auditor:
         elif what == "fc applied":
             for group, step in cast(Sequence[tuple[int, int]], values["reads"]):
                 self._merged[peer, group, step] += 1
-                if step and not self._first and not self._merged[peer, group, step - 1]:
+                if step and not self._first and self._slots is None and not self._merged[peer, group, step - 1]:
                     self.note(f"{peer} applied step {step} of group {group} before step {step - 1}")
         elif what == "begin_step":
             self._trains.add(peer)

@@ -26,6 +26,9 @@ from zmqtrain.wire.payload import Payload
 #: A server, and one of its pieces.
 Where = tuple[PeerId, int]
 
+#: The number of the merged layers among the pieces of the model.
+MERGED = -1
+
 
 class SlotAudit:
     """Gets facts, and gives its `verdict` at the end."""
@@ -58,6 +61,14 @@ class SlotAudit:
                 counted[slot] = counted.get(slot, 0) + 1
             self._updates.setdefault(where, []).append(slots)
             self._applied.setdefault(where, set()).update((group, step) for group, step, _ in values["reads"])
+        elif what == "fc applied":  # the merged layers are one more piece
+            where = peer, MERGED
+            counted = self._counted.setdefault(where, {})
+            for group, step in values["reads"]:
+                slot = self._taken[group, step]
+                counted[slot] = counted.get(slot, 0) + 1
+            self._updates.setdefault(where, []).append(tuple(self._taken[group, step] for group, step in values["reads"]))
+            self._applied.setdefault(where, set()).update((group, step) for group, step in values["reads"])
         elif what == "read":
             self._answered.setdefault(int(values["piece"]), set()).add((self._placement.role(peer).group, values["step"] - 1))
         elif what == "copied":

@@ -89,7 +89,16 @@ def _why_not_with_servers(topology: Topology) -> tuple[str, tuple[Path, ...]] | 
     sync = exchange.policy == "sync"
     several, of_several = compute.group_size > 1, "with groups of several workers"
     obstacles: list[tuple[bool, str, Path]] = [
-        (exchange.merged_fc, "merged_fc: the FC server waits for the activations of all groups", ("exchange", "merged_fc")),
+        (
+            exchange.merged_fc and compute.accumulate > 1,
+            "accumulate with merged_fc: the FC server takes a step of a group back only as a whole",
+            ("compute", "accumulate"),
+        ),
+        (
+            exchange.merged_fc and compute.pipeline > 1,
+            "pipeline: one worker of those that share a slot says whose turn it is",
+            ("compute", "pipeline"),
+        ),
         (exchange.snapshot, "snapshot: its servers apply the steps of fixed groups in one order", ("exchange", "snapshot")),
         (topology.data.shuffle == "ring", 'shuffle = "ring": samples would be lost with the worker', ("data", "shuffle")),
         (compute.parts != "even", "parts: they divide the samples among fixed workers", ("compute", "parts")),

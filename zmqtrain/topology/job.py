@@ -131,8 +131,9 @@ class Job(Section):
     elastic: bool | None = Field(
         default=None,
         description="Carry on without workers that are lost (killed, or gone with their host), and let others take their place. "
-        "Default: true among groups of one worker for gossip, averaging and model servers (these without merged_fc, snapshot, "
-        "parts and the sample ring; synchronous ones also without clip_norm and float16), unless their data is a stream. It is "
+        "Default: true among groups of one worker for gossip, averaging and model servers (these without snapshot, parts and the "
+        "sample ring, and without pipeline or accumulate together with merged_fc; synchronous ones also without clip_norm and "
+        "float16), unless their data is a stream. It is "
         "possible, too, among groups of several workers with model servers (without float16, compression and until), averaging "
         '(without float16, deltas, parts and ring = "tensors") and gossip (without float16, parts and ring = "tensors"), and with '
         "all-reduce, unless gradients are compressed; with all-reduce, and averaging or gossip among groups of several, gradients "

@@ -164,6 +164,8 @@ class ModelledWork:
         return None
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
+        if self._remote is not None:
+            self._remote.begin_step(step)
         data_s = await self._load()
         samples = await self._samples(step)
         result = replace(await self._replica.step(step, samples, hand_over=hand_over), data_s=data_s)

@@ -66,6 +66,10 @@ class RemoteLayers(Protocol):
 
     def make_evaluation(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings) -> Evaluation: ...
 
+    def begin_step(self, step: int) -> None:
+        """The batch of this step is the next one that is trained. Called at the moment at which the exchange begins the step."""
+        ...
+
     async def keep(self, step: int, *, save: bool) -> None:
         """Have the current state of the remote layers kept for ``step``. ``save``: in a checkpoint, too."""
         ...
@@ -89,6 +93,10 @@ class RemoteLayers(Protocol):
 
 class ModelledRemoteLayers(Protocol):
     """A worker's side of remote layers on a modelled device."""
+
+    def begin_step(self, step: int) -> None:
+        """As `RemoteLayers.begin_step`."""
+        ...
 
     async def __call__(self, step: int, samples: int, sent: Callable[[], Awaitable[None]]) -> Waited:
         """Have a batch computed. ``sent`` is called once everything has been sent."""

@@ -276,7 +276,7 @@ class TorchWork:
     async def model_state(self, step: int, *, copied: bool, to: int = 0) -> ModelState:
         await self._device.run(self._replica.take_copies)
         state = await self._device.run(lambda: whole_state(self._replica.model, copied=copied, to=to))
-        if self._remote is not None and self._context.role.index == 0:
+        if self._remote is not None and self._context.role.position == to:
             return {**state, **await self._remote.state(step)}
         return state
 
@@ -286,6 +286,8 @@ class TorchWork:
         await send_model(endpoint, step, state, about, alone=alone, timeout_s=self._context.timeouts.barrier_s)
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
+        if self._remote is not None:
+            self._remote.begin_step(step)
         asked = self._device.clock()
         batch = await self._batches.batch(step, ahead=ahead)
         data_s = self._device.clock() - asked

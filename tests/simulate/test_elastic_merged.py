@@ -1,0 +1,204 @@
+"""Merged FC servers go on without workers that are lost, and with those that come back: whole runs in simulated time. The auditor
+counts every batch in the merged layers as in any piece of the model (`zmqtrain.simulate.slot_audit`). With torch, synchronous
+training is compared with one process, in double precision."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from tests.simulate.worlds import POLICIES, STEPS, merged_topology, run
+from zmqtrain import Task
+from zmqtrain.simulate.explore import explore
+from zmqtrain.simulate.faults import Fault, kill, pause, restart
+from zmqtrain.simulate.run import Options, Result, simulate
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
+from zmqtrain.train.random_state import seed_everything
+
+
+@pytest.mark.parametrize("staleness", POLICIES)
+def test_the_others_train_what_a_lost_worker_has_left(staleness: str) -> None:
+    """The auditor requires all batches of the epoch."""
+    steps, views, seconds = run(merged_topology(staleness, epochs=True), kill("worker/1", step=4))
+    assert views == [("worker/0", "worker/2")]
+    assert len(steps["worker/0"]) > 10
+    assert seconds < 1  # nobody waits for a time-out
+
+
+@pytest.mark.parametrize("staleness", POLICIES)
+def test_a_group_goes_on_with_fewer(staleness: str) -> None:
+    shape = merged_topology(staleness, groups=2, size=3, epochs=True, fc_servers=2)
+    steps, views, seconds = run(shape, kill("worker/1", step=3), kill("worker/3", step=6))
+    assert len(views[-1]) == 4
+    assert steps["worker/0"][-1] > 8
+    assert seconds < 1
+
+
+@pytest.mark.parametrize("staleness", POLICIES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_those_that_come_back_take_part_again(staleness: str, size: int) -> None:
+    shape = merged_topology(staleness, groups=2, size=size, epochs=True, job="restarts = 1")
+    steps, views, _ = run(shape, kill("worker/0", step=2), kill(f"worker/{size}", at=0.04))
+    assert len(views[-1]) == 2 * size
+    assert steps["worker/0"][-1] > 8
+
+
+@pytest.mark.parametrize("staleness", ['"async"', '"sync"'])
+def test_at_the_beginning_at_the_end_and_all_at_once(staleness: str) -> None:
+    run(merged_topology(staleness), kill("worker/2", step=0))
+    run(merged_topology(staleness), kill("worker/1", step=STEPS - 1))
+    all_of_them = (kill(f"worker/{rank}", at=0.04) for rank in range(3))
+    run(merged_topology(staleness, epochs=True, job="restarts = 1"), *all_of_them)
+
+
+def test_a_lost_fc_server_ends_the_run_and_is_named() -> None:
+    result = simulate(merged_topology('"async"'), options=Options(faults=[kill("fc/0", at=0.02)]))
+    assert result.ending.status == "failed"
+    assert "fc/0" in str((result.ending.error or {}).get("message"))
+
+
+def faults_of(draw: random.Random, workers: int) -> list[Fault]:
+    faults = []
+    for _ in range(draw.randint(1, 4)):
+        peer, at, after = f"worker/{draw.randrange(workers)}", draw.uniform(0.001, 0.12), draw.choice((0.002, 0.03))
+        faults.append(draw.choice((kill(peer, at=at), restart(peer, at=at, after=after), pause(peer, 0.01, at=at))))
+    return faults
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_losses_break_nothing(seed: int) -> None:
+    size, draw = 1 + seed % 2, random.Random(seed)
+    shape = merged_topology(POLICIES[seed // 2], groups=3, size=size, epochs=True, job="restarts = 2\neval_every = 3")
+    run(shape, *faults_of(draw, 3 * size))
+
+
+def test_random_faults_break_nothing() -> None:
+    shape = merged_topology('"sync"', groups=2, size=2, job="restarts = 1")
+    assert [each.broken for each in explore(shape, range(2), faults="random") if each.broken] == []
+
+
+# With torch.
+
+STEPS_OF_TORCH, BATCH = 6, 24
+
+
+class Recipe:
+    """Convolutions, and fully connected layers that perhaps have batch norm."""
+
+    def __init__(self, *, norm: bool = False) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(BATCH * STEPS_OF_TORCH, 2, 5, 5, dtype=torch.float64, generator=generator)
+        self.y = torch.randint(3, (len(self.x),), generator=generator)
+        self.norm = norm
+        self.models: list[nn.Sequential] = []
+
+    def network(self) -> nn.Sequential:
+        norm = nn.BatchNorm1d(8) if self.norm else nn.Identity()
+        fc = [nn.Linear(36, 8, bias=not self.norm), norm, nn.Tanh(), nn.Linear(8, 3)]
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 4, 1), nn.Tanh(), nn.Flatten(), *fc).double()
+
+    def task(self) -> Task:
+        def model() -> nn.Module:
+            self.models.append(self.network())
+            return self.models[-1]
+
+        data, loss = TensorDataset(self.x, self.y), nn.functional.cross_entropy
+        return Task(model=model, loss=loss, optimizer=self.optimizer, schedule=self.schedule, train_data=data, eval_data=data)
+
+    @staticmethod
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.05)
+
+    @staticmethod
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+
+    def alone(self) -> nn.Sequential:
+        """One process."""
+        seed_everything(1)
+        model = self.network()
+        optimizer = self.optimizer(model.parameters())
+        schedule = self.schedule(optimizer)
+        for rows in torch.arange(len(self.x)).split(BATCH):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(self.x[rows]), self.y[rows]).backward()
+            optimizer.step()
+            schedule.step()
+        return model
+
+
+def trained(
+    recipe: Recipe, *faults: Fault, groups: int = 2, size: int = 2, fc: int = 1, folder: Path | None = None, **job: Any
+) -> Result:
+    document: dict[str, Any] = {
+        "job": {"task": "given:task", "steps": STEPS_OF_TORCH, "timeout": "5 s", "elastic": True, **job},
+        "hosts": [{"name": "h[1-8]", "slots": 1}],
+        "compute": {"groups": groups, "group_size": size, "batch_size": BATCH // groups, "bucket_size": 256},
+        "exchange": {"kind": "model_server", "staleness": "sync", "shards": 2, "merged_fc": True, "fc_servers": fc},
+        "network": {"bandwidth": "1 Gbit/s", "latency": "1 ms"},
+        "data": {"shuffle": "none"},
+        "simulation": {"payload": "real"},
+    }
+    recipe.models.clear()
+    result = simulate(Topology.from_dict(document), options=Options(faults=faults, task=recipe.task(), checkpoints=folder))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+    return result
+
+
+def like(model: nn.Module, expected: nn.Module, layers: str) -> bool:
+    own, names = model.state_dict(), [name for name in expected.state_dict() if name[0] in layers]
+    return all(name in own and close(own[name], expected.state_dict()[name]) for name in names)
+
+
+def close(mine: torch.Tensor, its: torch.Tensor) -> bool:
+    return torch.allclose(mine, its, rtol=1e-11, atol=1e-12)
+
+
+CONVOLUTIONS, MERGED = "02", "568"
+
+
+def require(recipe: Recipe, expected: nn.Sequential, workers: int) -> None:
+    """At least so many workers end with the convolutions of one process, and the FC server with the layers behind them."""
+    assert sum(like(model, expected, CONVOLUTIONS) for model in recipe.models) >= workers
+    assert sum(like(model, expected, MERGED) for model in recipe.models) == 1
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [kill("worker/1", step=0)],
+        [kill("worker/0", step=2)],
+        [kill("worker/3", step=STEPS_OF_TORCH - 1)],
+        [kill("worker/1", step=2), kill("worker/2", step=2)],
+        [kill("worker/1", step=2), kill("worker/2", step=3)],
+    ],
+    ids=["at the beginning", "in the middle", "in the last step", "one of each group", "one after the other"],
+)
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_lost_worker_changes_nothing(faults: Sequence[Fault], restarts: int) -> None:
+    recipe = Recipe()
+    trained(recipe, *faults, restarts=restarts)
+    require(recipe, recipe.alone(), 4 if restarts else 4 - len(faults))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_at_any_moment_also_during_evaluations_and_checkpoints(norm: bool, tmp_path: Path) -> None:
+    """Batch norm in the merged layers has seen each batch once. (With several groups it depends on who comes first.)"""
+    recipe, job = Recipe(norm=norm), {"checkpoint_every": 2, "eval_every": 2, "restarts": 1, "groups": 1 if norm else 2}
+    seconds = trained(recipe, folder=tmp_path / "0", **job).seconds
+    expected = recipe.alone()
+    for part in range(1, 12):
+        trained(recipe, kill("worker/1", at=seconds * part / 12), folder=tmp_path / str(part), **job)
+        require(recipe, expected, 2 if norm else 4)
+        model = Checkpoint(find_checkpoints(tmp_path / str(part))[-1]).part("model")[0]
+        for name, its in expected.state_dict().items():
+            kept = model[name].tensor.view(its.shape)
+            assert close(kept, its), (part, name)
