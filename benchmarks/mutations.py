@@ -32,6 +32,7 @@ from zmqtrain.membership.heard import Heard
 from zmqtrain.membership.roster import Roster
 from zmqtrain.membership.state import MemberTable, Presence
 from zmqtrain.membership.view import View
+from zmqtrain.merged_fc.queue import FcQueue
 from zmqtrain.merged_fc.server import FcServer
 from zmqtrain.net.lane import SendLane
 from zmqtrain.server.aggregator import Aggregator, Batch, _Unit
@@ -464,6 +465,24 @@ def fc_update_twice(patches: Patches) -> None:
     patches.around(FcServer, "_update", make)
 
 
+def fc_batch_counted_again(patches: Patches) -> None:
+    """What was computed for a lost worker's batch is forgotten, so it counts once more when another worker trains it."""
+    patches.around(FcQueue, "_counts", lambda counts: lambda self, group: True)
+
+
+def fc_step_again_after_its_update(patches: Patches) -> None:
+    """A team's step that was computed for the team before counts again, instead of only for the activations."""
+
+    def make(follow: Any) -> Any:
+        def mutated(self: FcQueue, group: int, life: int, first: int) -> None:
+            follow(self, group, life, first)
+            self._again.pop(group, None)
+
+        return mutated
+
+    patches.around(FcQueue, "follow", make)
+
+
 def message_not_sent_again(patches: Patches) -> None:
     """After a broken connection the first missing piece is taken to have arrived."""
     patches.around(SendLane, "resume", lambda resume: lambda self, sequence: resume(self, sequence + 1))
@@ -529,6 +548,8 @@ MUTATIONS = (
     Mutation("a view shows a lost worker as if it were there", "averaging-elastic", lost_member_shown, 2),
     Mutation("the loss of a member is waited for without end", "averaging-elastic", loss_not_noticed, 2),
     Mutation("an FC server applies a step twice", "merged-fc", fc_update_twice, 1),
+    Mutation("an FC server counts a lost worker's batch again", "merged-fc", fc_batch_counted_again, 3),
+    Mutation("an FC server takes a step that is trained again for a new one", "teams-merged", fc_step_again_after_its_update, 2),
     Mutation("a record of the launcher's journal is skipped", "allreduce", record_skipped, 132),
     Mutation("what a broken connection has lost is not sent again", "groups", message_not_sent_again, 2),
 )

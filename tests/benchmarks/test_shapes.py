@@ -37,5 +37,5 @@ def test_nothing_breaks(name: str, seed: int) -> None:
     assert try_seed(seed, topology, "random", horizon_s).broken == ()
 
 
-def test_there_are_fifteen() -> None:
-    assert len(list(SHAPES.glob("*.toml"))) == 15
+def test_there_are_sixteen() -> None:
+    assert len(list(SHAPES.glob("*.toml"))) == 16
