@@ -19,7 +19,7 @@ def bench(
     json_lines: Annotated[bool, typer.Option("--json", help="Print JSON lines only, for machines.")] = False,
     encrypted: Annotated[bool, typer.Option("--encrypted", help="net: what encryption costs, and strangers at the doors.")] = False,
     mxnet_python: Annotated[
-        str | None, typer.Option(help="server: a Python that has MXNet, to measure its kvstore in the same run.")
+        str | None, typer.Option(help="server and quality: a Python that has MXNet, to measure its kvstore in the same run.")
     ] = None,
     mxnet_script: Annotated[str | None, typer.Option(help="server: the script that times MXNet's kvstore.")] = None,
     mpi_python: Annotated[
@@ -55,6 +55,7 @@ def bench(
             "Also ZMQTRAIN_DATA."
         ),
     ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="quality: one network, seed and learning rate.")] = False,
     minutes: Annotated[float | None, typer.Option(help="soak: how long all its runs train together; 30.")] = None,
     every: Annotated[float | None, typer.Option(help="soak: seconds between two faults; 10.")] = None,
 ) -> None:
@@ -73,6 +74,7 @@ def bench(
         parts=parts or (),
         workers=workers or (),
         data=data,
+        quick=quick,
         minutes=minutes,
         every=every,
     )

@@ -2,12 +2,12 @@
 
 Runs where torch, zmqtrain's dependencies, and the system are installed (``ddp`` needs only torch)::
 
-    python -m benchmarks.quality_peer ddp|localsgd|diloco|hivemind PROBLEM LR SEED DATA FOLDER
+    python -m benchmarks.quality_peer ddp|localsgd|diloco|hivemind|mxnet PROBLEM LR SEED DATA FOLDER
 
-with the variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OWN_ADDR, and for torchft LIGHTHOUSE. Each is set up as its own
-documentation shows, here named at each. Every `EVALUATE_EVERY` steps a worker evaluates its model on its share of the samples, as
-ours do, and appends seconds, the sum of the losses, and their number to FOLDER/log-RANK; nobody waits for others. The clock runs
-from the first step on, when all are there.
+with the variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OWN_ADDR, for torchft LIGHTHOUSE, and for MXNet its own. Each is
+set up as its own documentation shows, here named at each. Every `EVALUATE_EVERY` steps a worker evaluates its model on its share
+of the samples, as ours do, and appends seconds, the sum of the losses, and their number to FOLDER/log-RANK; nobody waits for
+others. The clock runs from the first step on, when all are there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
-from benchmarks.quality_task import PROBLEMS, task
+from benchmarks.quality_task import EVALUATE_EVERY, MOMENTUM, PROBLEMS, WEIGHT_DECAY, task
 from zmqtrain import Task
 
-#: Steps of a worker between two evaluations.
-EVALUATE_EVERY = 40
 #: torchft: steps between two averagings of LocalSGD, as in its example for it, and of DiLoCo, as in its own.
 LOCAL_STEPS, DILOCO_STEPS = 32, 20
 PATIENCE = timedelta(seconds=60)
@@ -92,7 +90,39 @@ def hivemind(model: nn.Module, optimizer: torch.optim.Optimizer, stack: ExitStac
     return model, wrapped.zero_grad, wrapped.step
 
 
-SYSTEMS = {"ddp": ddp, "localsgd": localsgd, "diloco": diloco, "hivemind": hivemind}
+def mxnet(model: nn.Module, optimizer: torch.optim.Optimizer, stack: ExitStack) -> Made:
+    """MXNet's synchronous parameter servers, used as its Trainer does: they run the optimizer, and every parameter's gradient is
+    pushed, and its value pulled, with the priority of its place in forward. Torch computes the gradients."""
+    import mxnet as package  # type: ignore[import-not-found]
+
+    store = package.kv.create("dist_sync")
+    lr, parameters = float(sys.argv[3]), list(model.parameters())
+    scale = 1 / int(os.environ["WORLD_SIZE"])  # a server adds up the workers' gradients
+    if sys.argv[2] == "cifar":
+        update = package.optimizer.SGD(learning_rate=lr, momentum=MOMENTUM, wd=WEIGHT_DECAY, rescale_grad=scale)
+    else:
+        update = package.optimizer.Adam(learning_rate=lr, rescale_grad=scale)
+    for key, parameter in enumerate(parameters):
+        store.init(key, package.nd.array(parameter.detach().numpy()))
+    store.set_optimizer(update)
+    values = [package.nd.zeros(tuple(parameter.shape)) for parameter in parameters]
+
+    def step() -> None:
+        for key, parameter in enumerate(parameters):
+            assert parameter.grad is not None
+            store.push(key, package.nd.array(parameter.grad.numpy()), priority=-key)
+            store.pull(key, out=values[key], priority=-key)
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data.copy_(torch.from_numpy(value.asnumpy()))
+
+    return model, optimizer.zero_grad, step
+
+
+SYSTEMS = {"ddp": ddp, "localsgd": localsgd, "diloco": diloco, "hivemind": hivemind, "mxnet": mxnet}
+
+
+#: Stores that others reach by their addresses, as long as this process lives.
+_SERVING: list[Any] = []
 
 
 def _manager(model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> Any:
@@ -104,6 +134,7 @@ def _manager(model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) ->
 
     own = os.environ["OWN_ADDR"]
     store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    _SERVING.append(store)
     return Manager(
         pg=ProcessGroupGloo(timeout=PATIENCE),
         min_replica_size=int(os.environ["WORLD_SIZE"]),

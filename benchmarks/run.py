@@ -41,6 +41,7 @@ def run_bench(
     parts: Sequence[str] = (),
     workers: Sequence[int] = (),
     data: str | None = None,
+    quick: bool = False,
     minutes: float | None = None,
     every: float | None = None,
 ) -> int:
@@ -57,10 +58,21 @@ def run_bench(
         raise UsageError(f"benchmark {name} has no --minutes and no --every: soak has")
     if systems and name not in ("quality", "accuracy"):
         raise UsageError(f"benchmark {name} has no --system: quality and accuracy have")
+    if quick and name != "quality":
+        raise UsageError(f"benchmark {name} has no --quick: quality has")
     if workers and name != "efficiency":
         raise UsageError(f"benchmark {name} has no --workers: efficiency has")
     cases = (
-        _in_parts(name, parts, workers, data or os.environ.get("ZMQTRAIN_DATA"), minutes, every, (peers_python, systems))
+        _in_parts(
+            name,
+            parts,
+            workers,
+            data or os.environ.get("ZMQTRAIN_DATA"),
+            minutes,
+            every,
+            systems,
+            (peers_python, mxnet_python, quick),
+        )
         if name in DIVIDED
         else _cases(name, encrypted, (mxnet_python, mxnet_script), (mpi_python, mpi_script), torchft_python)
     )
@@ -116,7 +128,8 @@ def _in_parts(
     data: str | None,
     minutes: float | None,
     every: float | None,
-    peers: tuple[str | None, Sequence[str]],
+    systems: Sequence[str],
+    quality_options: tuple[str | None, str | None, bool],
 ) -> Iterator[Mapping[str, Any]]:
     """Of those that have parts: these, or all."""
     if name == "soak":
@@ -130,7 +143,8 @@ def _in_parts(
     if name == "quality":
         from benchmarks import quality
 
-        return quality.bench_quality(parts, data=data, peers_python=peers[0], systems=peers[1])
+        peers, mxnet, quick = quality_options
+        return quality.bench_quality(parts, data=data, peers_python=peers, mxnet_python=mxnet, systems=systems, quick=quick)
     if name == "compression":
         from benchmarks import compression
 
@@ -138,7 +152,7 @@ def _in_parts(
     if name == "accuracy":
         from benchmarks import accuracy
 
-        return accuracy.bench_accuracy(parts, data=data, ways=peers[1])
+        return accuracy.bench_accuracy(parts, data=data, ways=systems)
     if name == "parallel":
         from benchmarks import parallel
 

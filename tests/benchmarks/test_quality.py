@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
-from benchmarks.quality import EVALUATE_EVERY, OURS, PARTS, PEERS, bench_quality, combined, reached
-from benchmarks.quality_peer import EVALUATE_EVERY as PEERS_EVALUATE_EVERY
+from benchmarks import quality
+from benchmarks.quality import OURS, PARTS, PEERS, REFERENCE, Run, bench_quality, combined, reached
 from benchmarks.quality_peer import SYSTEMS
-from zmqtrain.errors import UsageError
+from benchmarks.quality_task import Problem
+from zmqtrain.errors import UsageError, ZmqTrainError
 
 
 def test_an_evaluation_ends_with_its_last_rank_and_counts_samples() -> None:
@@ -21,10 +24,39 @@ def test_the_first_evaluation_that_is_good_enough_counts() -> None:
     assert reached([(1.0, 2.0)], 1.5) is None
 
 
-def test_all_evaluate_as_often_and_each_peer_is_known() -> None:
-    assert EVALUATE_EVERY == PEERS_EVALUATE_EVERY
+def test_each_peer_is_known() -> None:
     assert set(PEERS.values()) == set(SYSTEMS)
     assert not set(PEERS) & set(OURS)
+
+
+def test_each_takes_its_fastest_rate_and_seeds_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(batch=1, loss=1.0, rates=(0.1, 0.2, 0.4), evaluated=1, sleep_s=0.0)
+    monkeypatch.setattr(quality, "PROBLEMS", {"small": problem})
+    monkeypatch.setattr(quality, "PARTS", ("small 1 Gbit/s", "small 100 Mbit/s"))
+    monkeypatch.setattr(quality, "machines", lambda *_, **__: nullcontext())
+    done: list[tuple[str, float, int, float]] = []
+
+    def one_run(place: object, name: str, system: str, lr: float, seed: int, cap_s: float) -> Run:
+        if system == "gossip" and seed == 2:
+            raise ZmqTrainError("lost")
+        done.append((system, lr, seed, cap_s))
+        seconds = {REFERENCE: {0.1: 20.0, 0.2: 10.0, 0.4: 15.0}, "all-reduce": {0.1: 50.0, 0.2: 9.0, 0.4: 8.0}}
+        return Run(min(cap_s, seconds.get(system, {}).get(lr, 100.0) + seed), 1.0, 2.0)
+
+    monkeypatch.setattr(quality, "one_run", one_run)
+    cases = list(bench_quality(data="there", systems=["all-reduce", "gossip"]))
+    assert done[:6] == [
+        (REFERENCE, 0.1, 1, 180.0), (REFERENCE, 0.2, 1, 21.0), (REFERENCE, 0.4, 1, 11.0),
+        ("all-reduce", 0.1, 1, 33.0), ("all-reduce", 0.2, 1, 33.0), ("all-reduce", 0.4, 1, 10.0),
+    ]  # fmt: skip
+    assert [each[:3] for each in done[9:13]] == [
+        (REFERENCE, 0.2, 2), ("all-reduce", 0.4, 2), (REFERENCE, 0.2, 3), ("all-reduce", 0.4, 3),
+    ]  # fmt: skip
+    assert [each[:3] for each in done[13:15]] == [(REFERENCE, 0.2, 1), ("all-reduce", 0.4, 1)]  # the second network
+    values = {case["case"]: case for case in cases}
+    first = values["small, 1 Gbit/s, all-reduce"]
+    assert (first["value"], first["peer"], first["peer_value"]) == (10.0, REFERENCE, 12.0)
+    assert not any("gossip" in case for case in values)  # it failed
 
 
 @pytest.mark.parametrize(
