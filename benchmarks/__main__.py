@@ -46,7 +46,10 @@ def bench(
     ] = None,
     systems: Annotated[
         list[str] | None,
-        typer.Option("--system", help="quality and accuracy: some systems alone, beside DDP or one process. May be repeated."),
+        typer.Option(
+            "--system",
+            help="quality, accuracy and compression: some systems alone, beside DDP, one process or none. May be repeated.",
+        ),
     ] = None,
     data: Annotated[
         str | None,

@@ -127,11 +127,13 @@ class Run:
                 self.evals.append((event["time"], event["step"], event["values"]["eval_loss"]))
 
 
-def bench_compression(parts: Sequence[str] = (), *, data: str | None = None) -> Iterator[Case]:
-    """Each problem in `PARTS` (or these): seconds to its loss, steps to it, and milliseconds of a step, beside those without
-    compression; and what compression computes in a step. Raises `UsageError`."""
+def bench_compression(parts: Sequence[str] = (), *, data: str | None = None, ways: Sequence[str] = ()) -> Iterator[Case]:
+    """Each problem in `PARTS` (or these), without compression and with each of `WAYS` (or of these): seconds to its loss, steps to
+    it, and milliseconds of a step, beside those without; and what compression computes in a step. Raises `UsageError`."""
     if unknown := [part for part in parts if part not in PARTS]:
         raise UsageError(f"benchmark compression has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise UsageError(f"benchmark compression has no system {unknown[0]!r}; there are {', '.join(WAYS)}")
     if data is None:
         raise UsageError("benchmark compression needs --data: a folder with CIFAR-10's binary batches and shakespeare.txt")
     for problem in parts or PARTS:
@@ -139,13 +141,15 @@ def bench_compression(parts: Sequence[str] = (), *, data: str | None = None) -> 
             profile = Path(folder, "profile.json")
             task = task_of(problem, data, PROBLEMS[problem].rates[0])
             profile.write_text(json.dumps(profile_of(task, PROBLEMS[problem].batch)), encoding="utf-8")
-            yield from _part(problem, data, profile)
+            yield from _part(problem, data, profile, ways)
 
 
-def _part(problem: str, data: str, profile: Path) -> Iterator[Case]:
+def _part(problem: str, data: str, profile: Path, ways: Sequence[str]) -> Iterator[Case]:
     of, plain = PROBLEMS[problem], dict[str, float]()
     name = f"seconds to a loss of {of.loss:g}"
     for way, setting in WAYS.items():
+        if way != "none" and ways and way not in ways:
+            continue
         limit_s = CAP_S if way == "none" else CAP * plain[name]
         exchange = f'kind = "allreduce"\n{setting}'
         first: dict[float, Run] = {}

@@ -48,16 +48,17 @@ def run_bench(
     """Print a row, or a JSON line, for each case as soon as it is measured. Raises `UsageError` for an unknown name.
 
     ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``systems``: some of
-    ``quality``'s or ``accuracy``'s; ``workers``: for ``efficiency``, with so many; ``data``: for those that train, where it is;
-    ``minutes`` and ``every``: for ``soak``, how long it takes, and the seconds between two faults."""
+    ``quality``'s, ``accuracy``'s or ``compression``'s; ``workers``: for ``efficiency``, with so many; ``data``: for those that
+    train, where it is; ``quick``: for ``quality``, little of it; ``minutes`` and ``every``: for ``soak``, how long it takes, and the
+    seconds between two faults."""
     if encrypted and name != "net":
         raise UsageError(f"benchmark {name} has no --encrypted: net has")
     if parts and name not in DIVIDED:
         raise UsageError(f"benchmark {name} has no --part: {', '.join(DIVIDED)} have")
     if (minutes or every) and name != "soak":
         raise UsageError(f"benchmark {name} has no --minutes and no --every: soak has")
-    if systems and name not in ("quality", "accuracy"):
-        raise UsageError(f"benchmark {name} has no --system: quality and accuracy have")
+    if systems and name not in ("quality", "accuracy", "compression"):
+        raise UsageError(f"benchmark {name} has no --system: quality, accuracy and compression have")
     if quick and name != "quality":
         raise UsageError(f"benchmark {name} has no --quick: quality has")
     if workers and name != "efficiency":
@@ -148,7 +149,7 @@ def _in_parts(
     if name == "compression":
         from benchmarks import compression
 
-        return compression.bench_compression(parts, data=data)
+        return compression.bench_compression(parts, data=data, ways=systems)
     if name == "accuracy":
         from benchmarks import accuracy
 

@@ -61,7 +61,11 @@ def test_its_own_arithmetic_is_measured() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"parts": ["mnist"]}, f"no part 'mnist'; there are {PARTS[0]}"), ({}, "needs --data")],
+    [
+        ({"parts": ["mnist"]}, f"no part 'mnist'; there are {PARTS[0]}"),
+        ({"ways": ["zip"]}, "no system 'zip'; there are none, int8"),
+        ({}, "needs --data"),
+    ],
 )
 def test_what_it_needs_is_said(arguments: dict[str, list[str]], message: str) -> None:
     with pytest.raises(UsageError, match=message):
