@@ -58,7 +58,9 @@ def bench(
             "Also ZMQTRAIN_DATA."
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="quality: one network, seed and learning rate.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="quality: one network, seed and learning rate, and little training.")
+    ] = False,
     minutes: Annotated[float | None, typer.Option(help="soak: how long all its runs train together; 30.")] = None,
     every: Annotated[float | None, typer.Option(help="soak: seconds between two faults; 10.")] = None,
 ) -> None:

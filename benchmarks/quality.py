@@ -52,8 +52,8 @@ SEEDS = (1, 2, 3)
 #: The longest time of a run; what it takes to start is not in it. Of others: as a multiple of the time of the reference.
 CAP_S, CAP, START_S = 180.0, 3.0, 90.0
 REFERENCE = "DDP with gloo"
-#: What a quick run measures.
-QUICK = "cifar 100 Mbit/s"
+#: What a quick run measures, and the losses at which its runs end.
+QUICK, QUICK_LOSSES = "cifar 100 Mbit/s", {"cifar": 2.1, "shakespeare": 2.5}
 
 _GROUPS = f"groups = {HOSTS}"
 #: Ours: how workers form groups, and what they exchange.
@@ -104,6 +104,8 @@ class Place:
     data: str
     pythons: dict[str, str]
     """Of the systems of `PEERS` that are installed, by their names there."""
+    loss: float
+    """The validation loss at which a run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ def bench_quality(
         peers_python: a Python that has torchft and hivemind; without it they are left out.
         mxnet_python: a Python that has MXNet; without it it is left out.
         systems: of `OURS` and `PEERS`; none: all. DistributedDataParallel always is.
-        quick: one seed and one rate, of `QUICK` alone if no part is named.
+        quick: one seed and one rate, to a loss that is soon reached, of `QUICK` alone if no part is named: to see that all run.
 
     Raises `UsageError`, and `NoNamespacesError` without root or sshd.
     """
@@ -164,6 +166,7 @@ def bench_quality(
     seeds = SEEDS[:1] if quick else SEEDS
     for problem, of in PROBLEMS.items():
         rates: dict[str, tuple[float, ...]] = dict.fromkeys(chosen, of.rates[1:2] if quick else of.rates)
+        loss = QUICK_LOSSES[problem] if quick else of.loss
         for network, rate in NETWORKS.items():
             if f"{problem} {network}" not in parts:
                 continue
@@ -171,7 +174,7 @@ def bench_quality(
                 tempfile.TemporaryDirectory(prefix="zmqtrain-bench-") as folder,
                 machines(HOSTS, Path(folder), rate, kind=Machines) as cluster,
             ):
-                place = Place(cluster, str(Path(data).absolute()), pythons)
+                place = Place(cluster, str(Path(data).absolute()), pythons, loss)
                 yield from _part(place, problem, network, rates, seeds)
 
 
@@ -298,7 +301,7 @@ def _ours(place: Place, folder: Path, problem: str, system: str, lr: float, seed
     compute, exchange = OURS[system]
     text = _TOPOLOGY.format(
         **{"task": Path(__file__).with_name("quality_task.py"), "problem": problem, "lr": lr, "seed": seed},
-        **{"every": EVALUATE_EVERY, "loss": goal.loss, "compute": compute, "exchange": exchange},
+        **{"every": EVALUATE_EVERY, "loss": place.loss, "compute": compute, "exchange": exchange},
         batch=goal.batch * (HOSTS if compute == f"group_size = {HOSTS}" else 1),
     )
     (folder / "quality.toml").write_text(text + place.cluster.hosts())
@@ -329,9 +332,9 @@ def _ours(place: Place, folder: Path, problem: str, system: str, lr: float, seed
         )
     start = start or _first_step(folder)
     evals = [(event["time"], event["values"]["eval_loss"]) for event in _events(folder) if event["kind"] == "eval"]
-    at = reached(evals, goal.loss)
+    at = reached(evals, place.loss)
     if start is None or at is None:
-        raise ZmqTrainError(f"{system}: the run ended before it reached {goal.loss}: {evals[-1:]}")
+        raise ZmqTrainError(f"{system}: the run ended before it reached {place.loss}: {evals[-1:]}")
     return usage.run(at - start)
 
 
@@ -393,7 +396,7 @@ def _peer(place: Place, folder: Path, problem: str, system: str, lr: float, seed
                 raise ZmqTrainError(f"{system} has ended before it reached the loss:\n{said}")
             usage.sample(all((folder / f"log-{number}").exists() for number in range(HOSTS)))
             evals = combined([whole_lines(folder / f"log-{number}") for number in range(HOSTS)])
-            at = reached(evals, PROBLEMS[problem].loss)
+            at = reached(evals, place.loss)
             if at is not None or (evals and evals[-1][0] > cap_s):
                 return usage.run(min(cap_s, at if at is not None else cap_s))
             time.sleep(0.5)

@@ -49,8 +49,8 @@ def run_bench(
 
     ``encrypted``: for ``net``, what encryption costs. ``parts``: some of the cases of those in `DIVIDED`; ``systems``: some of
     ``quality``'s, ``accuracy``'s or ``compression``'s; ``workers``: for ``efficiency``, with so many; ``data``: for those that
-    train, where it is; ``quick``: for ``quality``, little of it; ``minutes`` and ``every``: for ``soak``, how long it takes, and the
-    seconds between two faults."""
+    train, where it is; ``quick``: for ``quality``, little of it; ``minutes`` and ``every``: for ``soak``, how long it takes, and
+    the seconds between two faults."""
     if encrypted and name != "net":
         raise UsageError(f"benchmark {name} has no --encrypted: net has")
     if parts and name not in DIVIDED:

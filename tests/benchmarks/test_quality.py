@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
 from benchmarks import quality
-from benchmarks.quality import OURS, PARTS, PEERS, REFERENCE, Run, bench_quality, combined, reached
+from benchmarks.quality import OURS, PARTS, PEERS, REFERENCE, Run, Runs, bench_quality, combined, reached, rows
 from benchmarks.quality_peer import SYSTEMS
 from benchmarks.quality_task import Problem
 from zmqtrain.errors import UsageError, ZmqTrainError
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_an_evaluation_ends_with_its_last_rank_and_counts_samples() -> None:
@@ -57,6 +62,17 @@ def test_each_takes_its_fastest_rate_and_seeds_alternate(monkeypatch: pytest.Mon
     first = values["small, 1 Gbit/s, all-reduce"]
     assert (first["value"], first["peer"], first["peer_value"]) == (10.0, REFERENCE, 12.0)
     assert not any("gossip" in case for case in values)  # it failed
+
+
+def test_the_picture_has_the_medians_and_a_star_for_the_fastest() -> None:
+    measured = {REFERENCE: Runs(0.1, [Run(9.0, 1.0, 2.0)]), "servers, sync": Runs(0.1, [Run(4.0, 1.0, 2.0)])}
+    lines = [json.dumps(case) for case in rows("cifar, 1 Gbit/s", measured)]
+    drawn = runpy.run_path(str(DOCS / "make_quality.py"))["picture"](lines)
+    assert "CIFARNet on CIFAR-10 to 1.7, 1 Gbit/s: seconds" in drawn
+    assert "servers, sync: zmqtrain 4" in drawn
+    assert f"{REFERENCE}: others 9" in drawn
+    assert drawn.count(">*<") == 1
+    assert "processor" not in drawn
 
 
 @pytest.mark.parametrize(
