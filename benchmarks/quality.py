@@ -117,6 +117,8 @@ class Run:
     """Of all processes on all machines, from the first step on."""
     sent: float
     """By all machines, in MB, from the first step on."""
+    load: float
+    """Of this machine at the end: how many processes computed or wanted to, in the mean of a minute, these included."""
 
 
 @dataclass(slots=True)
@@ -227,6 +229,7 @@ def rows(name: str, measured: Mapping[str, Runs]) -> Iterator[Case]:
             ", the slowest seed": (max(run.seconds for run in runs), "s"),
             ", processor time": (statistics.median(run.processor_s for run in runs), "s"),
             ", sent": (statistics.median(run.sent for run in runs), "MB"),
+            ", load of this machine": (statistics.median(run.load for run in runs), ""),
             ", learning rate": (of.rate, ""),
         }
         for what, (value, unit) in values.items():
@@ -270,7 +273,7 @@ class Usage:
         self.sample(True)
         assert self._began is not None
         (processor_s, sent), began = self._totals(), self._began
-        return Run(round(seconds, 2), round(processor_s - began[0], 2), round((sent - began[1]) / 1e6, 2))
+        return Run(round(seconds, 2), round(processor_s - began[0], 2), round((sent - began[1]) / 1e6, 2), os.getloadavg()[0])
 
     def _totals(self) -> tuple[float, float]:
         sent = 0

@@ -46,7 +46,7 @@ def test_each_takes_its_fastest_rate_and_seeds_alternate(monkeypatch: pytest.Mon
             raise ZmqTrainError("lost")
         done.append((system, lr, seed, cap_s))
         seconds = {REFERENCE: {0.1: 20.0, 0.2: 10.0, 0.4: 15.0}, "all-reduce": {0.1: 50.0, 0.2: 9.0, 0.4: 8.0}}
-        return Run(min(cap_s, seconds.get(system, {}).get(lr, 100.0) + seed), 1.0, 2.0)
+        return Run(min(cap_s, seconds.get(system, {}).get(lr, 100.0) + seed), 1.0, 2.0, 0.5)
 
     monkeypatch.setattr(quality, "one_run", one_run)
     cases = list(bench_quality(data="there", systems=["all-reduce", "gossip"]))
@@ -65,7 +65,7 @@ def test_each_takes_its_fastest_rate_and_seeds_alternate(monkeypatch: pytest.Mon
 
 
 def test_the_picture_has_the_medians_and_a_star_for_the_fastest() -> None:
-    measured = {REFERENCE: Runs(0.1, [Run(9.0, 1.0, 2.0)]), "servers, sync": Runs(0.1, [Run(4.0, 1.0, 2.0)])}
+    measured = {REFERENCE: Runs(0.1, [Run(9.0, 1.0, 2.0, 0.5)]), "servers, sync": Runs(0.1, [Run(4.0, 1.0, 2.0, 0.5)])}
     lines = [json.dumps(case) for case in rows("cifar, 1 Gbit/s", measured)]
     drawn = runpy.run_path(str(DOCS / "make_quality.py"))["picture"](lines)
     assert "CIFARNet on CIFAR-10 to 1.7, 1 Gbit/s: seconds" in drawn
