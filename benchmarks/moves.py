@@ -1,6 +1,7 @@
-"""``python -m benchmarks moves``: what it costs that a host with a model server leaves in mid-run, simulated at 1 Gbit/s.
+"""``python -m benchmarks moves``: what it costs that a host with a model server leaves while training goes on, simulated.
 
-Four workers and four servers, each on a host of its own. The first server's host is asked to leave in the middle of the run.
+At 1 Gbit/s. Four workers and four servers, each on a host of its own. The first server's host is asked to leave in the middle of
+the run.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ def test_a_server_is_killed_and_its_successor_becomes_the_backup(tmp_path: Path,
         assert sorted(backups[2:4]) == [(0, None), (1, None)]
         assert sorted(backups[4:]) == [(0, lost), (1, lost)]
         took = [(f"server/{event['rank']}", event["values"]["shard"]) for event in events if event["kind"] == "took over"]
-        assert took == [(other, shard)]
+        assert took[0] == (other, shard)
+        assert set(took[1:]) <= {(lost, 0), (lost, 1)}  # which then serves a shard again
         for rank in range(3):
             assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(STEPS))
         summary = run.json("summary.json")

@@ -56,6 +56,27 @@ def test_without_copies_the_server_takes_it_that_serves_the_fewest() -> None:
     assert [(move.shard, move.goal) for move in found] == [(0, ("d",)), (1, ("c",))]
 
 
+def test_a_server_that_has_come_back_gets_a_shard_that_shared_a_host() -> None:
+    moves = Moves(copies=True)
+    (move,) = moves.decide([("b", "c"), ("b", "a"), ("c", "b")], HOSTS)
+    assert (move.shard, move.goal) == (1, ("a", "b"))  # it has a copy already
+    assert move.reason == "h2 serves 2 shards, and h1 none"
+    assert moves.decide([("a", "b"), ("b", "c"), ("c", "b")], HOSTS) == []
+    assert moves.goals == {1: ("a", "b")}
+
+
+def test_load_is_spread_over_hosts_one_shard_after_the_other() -> None:
+    moves = Moves(copies=False)
+    chains = [("c",), ("d",), ("c",), ("d",), ("b",)]
+    found = []
+    while decided := moves.decide(chains, HOSTS):
+        (move,) = decided
+        found.append((move.shard, *move.goal))
+        assert moves.decide(chains, HOSTS) == []  # one at a time
+        chains[move.shard] = move.goal
+    assert found == [(2, "a"), (3, "a")]  # h3 served four shards, and serves two now; one of h1 or h2 has two, the other one
+
+
 def test_the_last_one_stays() -> None:
     moves = Moves(copies=True)
     moves.leave(HOSTS)

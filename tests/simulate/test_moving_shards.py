@@ -134,6 +134,13 @@ def test_one_is_killed_while_a_shard_moves(policy: int, staleness: str, number: 
         assert not any(to == "server/1" for _, _, to in heard.moved)
 
 
+@pytest.mark.parametrize("staleness", POLICIES)
+def test_a_server_that_comes_back_gets_a_shard_again(staleness: str) -> None:
+    """The other one serves both meanwhile."""
+    heard = survives([restart("server/1", at=0.008, after=0.003)], staleness, servers=2, epochs=True)
+    assert [(before, to) for _, before, to in heard.moved] == [("server/0", "server/1")]
+
+
 def faults_of(draw: random.Random, servers: int) -> list[Fault]:
     """Hosts leave at any moment, and others are lost soon after."""
     at = draw.uniform(0.001, 0.03)

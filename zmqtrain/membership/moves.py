@@ -3,10 +3,14 @@
 A shard whose servers are to leave goes to others. The present backup serves it next, if that one stays, since it has a copy
 already; otherwise the server that serves the fewest shards. What was decided stays so until it is reached, or until one of those
 that it names is gone: then it is decided anew. `zmqtrain.server.chain_step` says how a shard gets there.
+
+When nothing else is to move, load is spread: if the servers of one host serve at least two shards more than those of another one,
+because servers were lost, have left or have come back, one shard moves there, and then perhaps the next.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +73,28 @@ class Moves:
                 del self.goals[shard]
                 continue
             moves.append(Move(shard, self.goals[shard], f"{' and '.join(gone)} {'leaves' if len(gone) == 1 else 'leave'}"))
+        if not self.goals:
+            moves += self._spread(chains, stay, hosts)
         return moves
+
+    def _spread(self, chains: Sequence[Chain], stay: Sequence[PeerId], hosts: Mapping[PeerId, str]) -> list[Move]:
+        """One shard moves from the host that serves the most to the one that serves the fewest, if that makes them more even."""
+        served = Counter(dict.fromkeys(stay, 0))
+        served.update(chain[0] for chain in chains if chain and chain[0] in stay)
+        load = Counter({hosts[peer]: 0 for peer in stay})
+        for peer, count in served.items():
+            load[hosts[peer]] += count
+        if not load:
+            return []
+        most, least = max(load, key=load.__getitem__), min(load, key=load.__getitem__)
+        if load[most] - load[least] < 2:
+            return []
+        to = min((peer for peer in stay if hosts[peer] == least), key=served.__getitem__)
+        head = max((peer for peer in stay if hosts[peer] == most), key=served.__getitem__)
+        shards = [shard for shard, chain in enumerate(chains) if chain[:1] == (head,)]
+        shard = next((shard for shard in shards if to in chains[shard]), shards[-1])  # one that has a copy there need not travel
+        self.goals[shard] = (to, head) if self._copies else (to,)
+        return [Move(shard, self.goals[shard], f"{most} serves {load[most]} shards, and {least} {load[least] or 'none'}")]
 
     def _after(self, chains: Sequence[Chain]) -> list[Chain]:
         """The chains as they will be."""
