@@ -113,6 +113,15 @@ def test_without_replicas_one_is_killed_before_a_shard_is_handed_over(victim: st
         assert victim == "server/0" or heard.moved == [(1, "server/1", "server/0")]
 
 
+@pytest.mark.parametrize("staleness", POLICIES)
+def test_beside_an_fc_server_the_shards_of_model_servers_move(staleness: str) -> None:
+    """What the FC server has stays, and so does its host (in this world it shares one with server/0)."""
+    heard = survives([drain("s2", at=0.010), drain("s3", at=0.014)], staleness, **{**ONCE, "exchange": "merged_fc = true"})
+    assert heard.moved == [(1, "server/1", "server/0")]
+    assert "server/1" in heard.lost
+    assert "fc/0" in heard.left
+
+
 def test_a_lost_server_that_has_nothing_any_more_is_gone_on_without() -> None:
     heard = survives([drain("s2", at=0.010), kill("server/1", at=0.0115)], '"async"', epochs=True, **ONCE)
     assert heard.moved == [(1, "server/1", "server/0")]
