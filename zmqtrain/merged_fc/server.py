@@ -301,7 +301,7 @@ class FcServer:
         kept = self._future(step)
         if not kept.done():
             kept.set_result(state)
-        for old in sorted(self._kept)[:-MOST_KEPT]:
+        for old in list(self._kept)[:-MOST_KEPT]:  # the first ones; who keeps in place of a lost worker may be steps behind it
             self._kept.pop(old).cancel()
         if not save or (self.seats is not None and step in self._saved):  # asked once more, in place of a worker that was lost
             return

@@ -345,7 +345,8 @@ class Auditor:
         if self._slots is not None and not corrupted and not self._first:
             if self.stopped_at is not None:
                 self._slots.total = None
-            profile = worker_profile(self._topology) if compute.profile is not None else None
+            holds = compute.profile is not None and self._topology.simulation.payload == "small"
+            profile = worker_profile(self._topology) if holds else None
             for backup, pieces in self._backups.items():
                 self._compare(backup, pieces)
             for found in self._slots.verdict(profile):
