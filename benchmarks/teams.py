@@ -1,8 +1,8 @@
 """``python -m benchmarks teams``: what it costs that groups of several workers may lose some, while none is lost.
 
-Steps and bytes are simulated at 1 Gbit/s: four groups of two workers, each on a host of its own, or two on each host. Processor time
-is that of a launch on this machine less that of a shorter one: two groups of two workers. Without ``elastic`` these share memory; with
-it, all that they add up and exchange travels in messages.
+Steps and bytes are simulated at 1 Gbit/s: four groups of two workers, each on a host of its own, or two on each host. Processor
+time is that of a launch on this machine less that of a shorter one: two groups of two workers. Without ``elastic`` these share
+memory; with it, all that they add up and exchange travels in messages.
 """
 
 from __future__ import annotations

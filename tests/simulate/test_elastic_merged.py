@@ -195,7 +195,7 @@ def test_at_any_moment_also_during_evaluations_and_checkpoints(norm: bool, tmp_p
     recipe, job = Recipe(norm=norm), {"checkpoint_every": 2, "eval_every": 2, "restarts": 1, "groups": 1 if norm else 2}
     seconds = trained(recipe, folder=tmp_path / "0", **job).seconds
     expected = recipe.alone()
-    for part in range(1, 12):
+    for part in (2, 5, 7, 10):
         trained(recipe, kill("worker/1", at=seconds * part / 12), folder=tmp_path / str(part), **job)
         require(recipe, expected, 2 if norm else 4)
         model = Checkpoint(find_checkpoints(tmp_path / str(part))[-1]).part("model")[0]
