@@ -2,7 +2,8 @@
 validation loss, beside what people use.
 
 Four machines behind NICs of 1 Gbit/s and of 100 Mbit/s (network namespaces on this one; for root, with sshd) train CIFARNet on
-CIFAR-10, and a small transformer on Shakespeare: with each of our exchanges and with ``groups = "auto"``, with
+CIFAR-10, and a small transformer on Shakespeare: with each of our exchanges (all-reduce also with smaller buckets than the default,
+which such small models fill with one or two, and compressed), with ``groups = "auto"``, with
 DistributedDataParallel and gloo, and, where they are installed beside our dependencies, with torchft's LocalSGD and DiLoCo,
 hivemind's Optimizer (``--peers-python``) and MXNet's kvstore (``--mxnet-python``). Model, data, batch of a worker, samples
 evaluated and machines are the same (benchmarks/quality_task.py); each peer is set up as its own documentation shows
@@ -55,10 +56,13 @@ REFERENCE = "DDP with gloo"
 #: What a quick run measures, and the losses at which its runs end.
 QUICK, QUICK_LOSSES = "cifar 100 Mbit/s", {"cifar": 2.1, "shakespeare": 2.5}
 
-_GROUPS = f"groups = {HOSTS}"
+_GROUPS, _ONE_GROUP = f"groups = {HOSTS}", f"group_size = {HOSTS}"
 #: Ours: how workers form groups, and what they exchange.
 OURS = {
-    "all-reduce": (f"group_size = {HOSTS}", 'kind = "allreduce"'),
+    "all-reduce": (_ONE_GROUP, 'kind = "allreduce"'),
+    "all-reduce, 256 KiB buckets": (f'{_ONE_GROUP}\nbucket_size = "256 KiB"', 'kind = "allreduce"'),
+    "all-reduce, int8": (_ONE_GROUP, 'kind = "allreduce"\ncompression = "int8"'),
+    "all-reduce, PowerSGD": (_ONE_GROUP, 'kind = "allreduce"\ncompression = "powersgd"'),
     "servers, sync": (_GROUPS, f'kind = "model_server"\nstaleness = "sync"\nshards = {HOSTS}'),
     "servers, async": (_GROUPS, f'kind = "model_server"\nstaleness = "async"\nshards = {HOSTS}'),
     "gossip": (_GROUPS, 'kind = "gossip"'),
@@ -305,7 +309,7 @@ def _ours(place: Place, folder: Path, problem: str, system: str, lr: float, seed
     text = _TOPOLOGY.format(
         **{"task": Path(__file__).with_name("quality_task.py"), "problem": problem, "lr": lr, "seed": seed},
         **{"every": EVALUATE_EVERY, "loss": place.loss, "compute": compute, "exchange": exchange},
-        batch=goal.batch * (HOSTS if compute == f"group_size = {HOSTS}" else 1),
+        batch=goal.batch * (HOSTS if compute.startswith(_ONE_GROUP) else 1),
     )
     (folder / "quality.toml").write_text(text + place.cluster.hosts())
     command = [sys.executable, "-m", "zmqtrain", "launch", "--data", place.data, "--run-dir", "run", "quality.toml"]
