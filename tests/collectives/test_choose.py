@@ -15,7 +15,9 @@ from zmqtrain.collectives.choose import choose_all_gather, choose_all_reduce, ch
     [
         (4, 2, "doubling"),
         (4_000, 8, "doubling"),
+        (150_000, 4, "halving"),  # between hosts, where all parameters twice take longer than more steps
         (400_000, 64, "halving"),
+        (600_000, 4, "ring"),
         (100_000_000, 2, "ring"),
         (100_000_000, 7, "ring"),
         (100_000_000, 8, "ring"),

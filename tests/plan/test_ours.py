@@ -211,7 +211,7 @@ def test_both_pricings_agree_on_volume_where_nothing_stays_divided() -> None:
 
 def test_sums_of_activations_wait_for_their_own_pieces() -> None:
     """By halving; a ring streams, and small ones are doubled."""
-    assert [idle(1 << 20, size, 4) for size in (1, 2, 3, 4, 8)] == [0, 0, 0, 1 << 18, 1 << 18]
+    assert [idle(1 << 16, size, 4) for size in (1, 2, 3, 4, 8)] == [0, 0, 0, 1 << 14, 1 << 14]
     assert idle(1 << 10, 4, 4) == 0
 
 
@@ -226,7 +226,7 @@ def test_a_sum_whose_ranks_are_alone_on_their_hosts_sends_all_it_sends_between_t
 
 def test_ranks_of_one_host_share_its_nic_in_a_sum_and_their_own_messages_cost_nothing() -> None:
     """8 ranks, 4 on each of 2 hosts: by halving all four exchange a half with the other host, in one step each way."""
-    numel = 1 << 20
+    numel = 1 << 16
     assert between_hosts(numel, 8, 4, 4) == Sent(2, 4 * numel)
     assert (hops(8, 4), hops(8, 1), hops(4, 8)) == (2, 7, 1)
     layer = LayerShape("a", "attention", (64, 32), (64, 32), 4 * 32 * 32, heads=8, sums=1)
