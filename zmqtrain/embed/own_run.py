@@ -18,9 +18,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from zmqtrain.errors import UsageError
+from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.membership.actions import Outcome
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.context import RoleContext
@@ -35,6 +35,7 @@ from zmqtrain.run.assembly import Assembly, Listeners, coordinator_settings
 from zmqtrain.run.enter import enter, enter_run, live_without_agent
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
+from zmqtrain.words import typed
 
 if TYPE_CHECKING:
     from zmqtrain.train.task import Task
@@ -52,11 +53,14 @@ class OwnRun:
         self.timeouts = assembly.timeouts
         self._assembly = assembly
         self._address, self._token, self._network = address, token, network
+        self.ended = False
+        """Whether the block of `open_run` has been left, so that nobody can join any more."""
 
     def environment(self, peer: PeerId) -> dict[str, str]:
         """Environment variables for a process that runs this role by awaiting `run_role`. They contain the run's secret token.
 
-        Raises `UsageError` for a run in memory, whose roles are all in one process, and `KeyError` if the run has no such role."""
+        Raises `UsageError` if the run has no such role, has ended, or is in memory, with all roles in one process."""
+        self._require(peer)
         return self._environment(peer).to_environ()
 
     def _environment(self, peer: PeerId) -> RoleEnvironment:
@@ -66,6 +70,13 @@ class OwnRun:
         job = self.topology.job
         environment = RoleEnvironment(peer, self._address, self._token, host.address, job.timeout_s, ports=job.port_range)
         return replace(environment, bind=host.bind or "")
+
+    def _require(self, peer: PeerId) -> None:
+        peers = [role.peer for role in self.placement.roles]
+        if peer not in peers:
+            raise UsageError(f"the run has no role {peer!r}: it has {', '.join(peers)}")
+        if self.ended:
+            raise UsageError(f"{peer} cannot join any more: the run has ended, as its open_run block has")
 
     async def stop(self) -> int | None:
         """Let all workers continue to a common step, and end the run there as if it was done. Returns the step; ``None`` if the
@@ -79,14 +90,17 @@ class OwnRun:
             peer: one of ``placement.roles``, like ``worker/0``; each must be run once, here or in another process.
             task: for workers (and FC servers), instead of loading what ``[job] task`` names.
 
-        Raises the error by which the role fails, after telling the others: `TaskError`, `PeerLostError`, ...
+        Raises the error by which the role fails, after telling the others: `TaskError`, `PeerLostError`, ...; and `UsageError` if
+        the run has no such role or has ended.
         """
+        _require_task(task)
         async with self.context(peer) as context:
             await live_without_agent(context, task)
 
     @asynccontextmanager
     async def context(self, peer: PeerId) -> AsyncIterator[RoleContext]:
         """Join as this role, whose code is your own. `role` does this for zmqtrain's own roles."""
+        self._require(peer)
         if self._network is None:
             async with enter_run(self._environment(peer)) as (context, _):
                 yield context
@@ -106,8 +120,8 @@ async def open_run(
     data_path: str | None = None,
     host: str = "127.0.0.1",
     network: MemoryNetwork | None = None,
-    checkpoints: Path | None = None,
-    resume: Path | None = None,
+    checkpoints: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
     model: bool = True,
     on_report: ReportCallback | None = None,
     on_event: EventCallback | None = None,
@@ -130,6 +144,11 @@ async def open_run(
 
     Yields an `OwnRun`, which starts roles. At the end of the block it raises the failure of a role that runs elsewhere.
     """
+    if not isinstance(topology, Topology):
+        raise UsageError(
+            f"open_run needs a Topology, but got {typed(topology)}: load_topology(path) makes one of a file, and "
+            "Topology.from_dict(values) of a mapping"
+        )
     if topology.observe.to:
         raise UsageError("[observe] to: open_run passes no figures on: remove the setting, and take them with on_report")
     placement, token = place(topology), secrets.token_hex(16)
@@ -138,9 +157,9 @@ async def open_run(
     running: asyncio.Task[Outcome] | None = None
     try:
         described = RunDescription(
-            topology, placement, os.getcwd(), data_path or topology.data.path, None if resume is None else str(resume)
+            topology, placement, os.getcwd(), data_path or topology.data.path, None if resume is None else os.fspath(resume)
         )
-        folder = checkpoints or Path("runs", topology.job.name, "checkpoints")
+        folder = Path("runs", topology.job.name, "checkpoints") if checkpoints is None else Path(checkpoints)
         assembly = Assembly(
             endpoint,
             described,
@@ -150,8 +169,12 @@ async def open_run(
             listeners=Listeners(on_event, on_report, on_checkpoint=on_event),
         )
         running = asyncio.create_task(assembly.run(), name="coordinator")
-        yield OwnRun(assembly, endpoint.address, token, network)
-        outcome = await running
+        run = OwnRun(assembly, endpoint.address, token, network)
+        try:
+            yield run
+            outcome = await running
+        finally:
+            run.ended = True
     finally:
         if running is not None:
             running.cancel()
@@ -192,10 +215,22 @@ async def run_role(*, task: Task | None = None) -> None:
     Raises `UsageError` without such an environment, and the error by which the role fails, after telling the others.
     """
     environment = RoleEnvironment.from_environ()
+    _require_task(task)
     if environment is None:
         raise UsageError("this process was not started for a run: add OwnRun.environment(peer) to its environment")
     async with enter_run(environment) as (context, _):
         await live_without_agent(context, task)
+
+
+def _require_task(task: Any) -> None:
+    """Raises `TaskError`."""
+    if task is None:
+        return
+    from zmqtrain.train.task import Task  # imports torch, which whoever has made a task has done
+
+    if not isinstance(task, Task):
+        hint = ": call it, as in task=task()" if callable(task) else ""
+        raise TaskError(f"task must be a zmqtrain.Task, but is {typed(task)}{hint}")
 
 
 async def _open(network: MemoryNetwork | None, settings: NetSettings) -> Endpoint:

@@ -187,7 +187,11 @@ class AsyncSession(Place):
         self._thread = thread
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """``function(*arguments)`` in the session's compute thread: forward, backward and ``optimizer.step()`` must run there."""
+        """``function(*arguments)`` in the session's compute thread: forward, backward and ``optimizer.step()`` must run there.
+
+        Raises what the function raises, and `ConnectivityError` once the worker has ended."""
+        if self._core.closed:
+            raise ConnectivityError("this worker has ended")
         return await self._thread.submit(partial(function, *arguments))
 
     async def replicate(
