@@ -194,7 +194,7 @@ def test_a_host_without_work_is_a_warning(file: Path, capsys: pytest.CaptureFixt
 
 def test_weights_that_are_missing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text('[job]\ntask = "job.py:task"\nweights = "nowhere"\n')
-    assert fault_of(file, capsys).startswith("weights: [job] weights: nowhere does not exist; name a run")
+    assert fault_of(file, capsys).startswith("weights: [job] weights: nowhere does not exist; give the path of a run")
 
 
 def test_data_that_is_missing(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

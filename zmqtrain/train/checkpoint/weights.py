@@ -34,7 +34,10 @@ class Weights:
             read_safetensors(path)  # so that errors are reported at once
             return cls(None, path)
         if not path.exists():
-            raise CheckpointError(f"[job] weights: {path} does not exist; name a run, its model.safetensors, or a checkpoint")
+            raise CheckpointError(
+                f"[job] weights: {path} does not exist; give the path of a run (runs/NAME-001), of its model.safetensors, or of a "
+                "checkpoint"
+            )
         checkpoint = Checkpoint(find_latest(path))
         return cls(checkpoint, None, checkpoint.step)
 
