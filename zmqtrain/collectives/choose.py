@@ -36,8 +36,9 @@ AllGatherAlgorithm: TypeAlias = Literal["ring", "bruck"]
 
 #: Seconds per message of any size: half a round trip of two Python processes over ZeroMQ on one host.
 ALPHA_S = 150e-6
-#: Seconds per byte: those of 1 Gbit/s, an ordinary link between hosts. Within a host, where a byte takes a tenth of that, this costs
-#: four ranks up to a millisecond in an all-reduce of 60 to 300 KB; the other way round it cost a third of the time on slow links.
+#: Seconds per byte: those of 1 Gbit/s, an ordinary link between hosts. Within a host, where a byte takes a tenth of that, this
+#: costs four ranks up to a millisecond in an all-reduce of 60 to 300 KB; the other way round it cost a third of the time on slow
+#: links.
 BETA_S = 8e-9
 #: Seconds to add or copy a byte in memory.
 GAMMA_S = 0.2e-9
