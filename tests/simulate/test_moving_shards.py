@@ -14,7 +14,7 @@ import torch
 from tests.simulate.test_training import Recipe, topology_of
 from tests.simulate.worlds import POLICIES, servers_topology
 from zmqtrain.membership.client import COORDINATOR
-from zmqtrain.simulate.faults import Fault, drain, kill, pause, restart
+from zmqtrain.simulate.faults import Fault, delay, drain, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 
 VICTIMS = ("server/1", "server/2", "server/0", "worker/1", COORDINATOR)
@@ -147,6 +147,14 @@ def test_one_is_killed_while_a_shard_moves(policy: int, staleness: str, number: 
 def test_a_server_that_comes_back_gets_a_shard_again(staleness: str) -> None:
     """The other one serves both meanwhile."""
     heard = survives([restart("server/1", at=0.008, after=0.003)], staleness, servers=2, epochs=True)
+    assert [(before, to) for _, before, to in heard.moved] == [("server/0", "server/1")]
+
+
+@pytest.mark.parametrize("staleness", ['"async"', '"sync"'])
+def test_nothing_is_handed_over_before_the_next_server_has_carried_it_out(staleness: str) -> None:
+    """What that one acknowledges arrives late."""
+    slow = delay("server/1", 40.0, at=0.0095, lasts=5.0)
+    heard = survives([restart("server/1", at=0.006, after=0.003), slow], staleness, servers=2, epochs=True, seed=0)
     assert [(before, to) for _, before, to in heard.moved] == [("server/0", "server/1")]
 
 
