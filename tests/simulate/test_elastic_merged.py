@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from tests.simulate.worlds import POLICIES, STEPS, merged_topology, run
 from zmqtrain import Task
 from zmqtrain.simulate.explore import explore
-from zmqtrain.simulate.faults import Fault, kill, pause, restart
+from zmqtrain.simulate.faults import Fault, drain, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
@@ -57,6 +57,15 @@ def test_at_the_beginning_at_the_end_and_all_at_once(staleness: str) -> None:
     run(merged_topology(staleness), kill("worker/1", step=STEPS - 1))
     all_of_them = (kill(f"worker/{rank}", at=0.04) for rank in range(3))
     run(merged_topology(staleness, epochs=True, job="restarts = 1"), *all_of_them)
+
+
+@pytest.mark.parametrize("staleness", POLICIES)
+def test_a_model_server_leaves_meanwhile(staleness: str) -> None:
+    """Its shard moves to the other one. The FC server is told of losses as before."""
+    shape = merged_topology(staleness, epochs=True, job="restarts = 1")
+    steps, views, _ = run(shape, drain("s2", at=0.03), kill("worker/1", at=0.032))
+    assert len(views[-1]) == 3
+    assert steps["worker/0"][-1] > 8
 
 
 def test_a_lost_fc_server_ends_the_run_and_is_named() -> None:
