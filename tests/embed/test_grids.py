@@ -299,6 +299,38 @@ def test_what_parts_would_make_wrong_is_refused(name: str) -> None:
         run_sessions(grid_of(), program)
 
 
+#: Losses that are no means over samples, and what the error says of them.
+NO_MEANS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "a sum": ("it is the sum over the samples", lambda output, target: cross_entropy(output, target, reduction="sum")),
+    "class weights": (
+        "it has class weights",
+        lambda output, target: cross_entropy(output, target, weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)),
+    ),
+    "pairs": (
+        "each sample's gradient depends on other samples",
+        lambda output, target: (output @ output.T).square().mean(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_where_columns_divide_samples_a_loss_must_be_their_mean(name: str) -> None:
+    why, loss_of = NO_MEANS[name]
+
+    def program(session: Session) -> None:
+        model = made(linear)
+        _, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        inputs, target = images().tensors
+        mine = slice(*even_bounds(8, session.columns, session.column))
+        for _ in range(2):
+            loss_of(model(inputs[mine, 0, 0]), target[mine]).backward()
+            optimizer.step()
+
+    run_sessions(grid_of("2x1"), program)
+    with pytest.raises(TaskError, match=f"not a mean over this worker's samples: {why}"):
+        run_sessions(grid_of("2x2"), program)
+
+
 @pytest.mark.parametrize(
     ("make", "sections", "refusal", "why"),
     [

@@ -129,7 +129,11 @@ class Replicated:
         self._settings: int = 0  # of the optimizer when this step's backward began
         self._weights = (0.0, 0.0)  # overlapped: sum and norm of a sample of them then
         self._losses = LossWatch(
-            replica.model, replica.parameters, batches=self._batches, is_own_thread=self._is_own_thread, remark=self._remark_soon
+            replica.model if self._divided is None else self._divided.model,
+            replica.parameters,
+            batches=self._batches,
+            is_own_thread=self._is_the_scripts,
+            remark=self._remark_soon,
         )
         self._share = share
         self._optimizers = OtherOptimizers(self, replica.optimizer, replica.parameters, self._is_own_thread)
@@ -235,15 +239,23 @@ class Replicated:
         self._adopt()
         if not self.scope.alone:
             self._undo += self._optimizers.attach()
-        if not self.scope.alone and self._divided is None:
+        # Workers of one column have the same samples, and its loss.
+        if not self.scope.alone and (self._divided is None or self._divided.rows < self.scope.group.size):
             self._undo += self._losses.attach()
         for name, parameter in replica.named.items():
             hook = parameter.register_hook(OwnHook(partial(self._arriving, name, parameter)))  # type: ignore[no-untyped-call]
             self._undo.append(hook.remove)
 
+    def _is_the_scripts(self) -> bool:
+        """Whether what this thread does is the script's, and no comparison of its model with the ordinary one."""
+        return self._is_own_thread() and (self._divided is None or not self._divided.inside)
+
     def _batches(self) -> Batches:
+        workers = self.scope.group.size // self.scope.groups
+        if self._divided is not None:
+            return Batches(*self._divided.samples, workers // self._divided.rows, self.scope.groups)
         own, of_group = self._share() or (None, None)
-        return Batches(own, of_group, self.scope.group.size // self.scope.groups, self.scope.groups)
+        return Batches(own, of_group, workers, self.scope.groups)
 
     def _remark_soon(self, text: str) -> None:
         self._bridge.loop.call_soon_threadsafe(self._remark, text)

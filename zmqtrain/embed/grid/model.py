@@ -72,6 +72,8 @@ class DividedScript:
         self.guard = Guard(self.meet)
         self.weight = 1.0
         """The column's part of the group's samples, in the last forward."""
+        self.samples = (0, 0)
+        """Those of the column and of the group, in the last forward with gradients."""
         self._inside = False
         self._closed = False
         self._forwards = 0  # in training
@@ -106,6 +108,11 @@ class DividedScript:
     def counts(self) -> bool:
         """Whether this worker's samples are counted, and not those of another worker with the same samples."""
         return self._row == 0
+
+    @property
+    def inside(self) -> bool:
+        """Whether the divided model's forward runs, or its comparison with the ordinary one."""
+        return self._inside
 
     @property
     def rows(self) -> int:
@@ -216,6 +223,7 @@ class DividedScript:
         self._forwards += self.model.training
         batch.step = step
         if torch.is_grad_enabled():
+            self.samples = mine, batch.size
             inputs, named = map_tensors((inputs, dict(named)), partial(_unweighted, weight))
         self._inside = True
         try:
@@ -270,6 +278,7 @@ class DividedScript:
     def _leaving(self, weight: float, batch: tuple[int, int], output: Tensor) -> Tensor:
         if output.requires_grad:
             output.register_hook(partial(self._backward, weight, batch))  # type: ignore[no-untyped-call]
+            return output.view_as(output)  # whose gradients others may look at without beginning a backward
         return output
 
     def _backward(self, weight: float, batch: tuple[int, int], gradient: Tensor) -> Tensor:
