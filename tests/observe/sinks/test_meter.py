@@ -47,6 +47,27 @@ def test_lost_workers_are_not_waited_for() -> None:
     assert row.step == 0
 
 
+def test_a_worker_that_has_left_has_its_last_reports_waited_for() -> None:
+    meter = joined(3)
+    assert not meter.add(event("step", 0, 0, loss=1.0, samples=2))
+    for rank in range(3):
+        assert not meter.add(event("leave", rank))
+    assert not meter.add(event("finish", 0, 1))
+    assert not meter.add(event("step", 2, 0, loss=4.0, samples=1))
+    assert not meter.add(event("finish", 2, 1))
+    (row,) = meter.add(event("step", 1, 0, loss=1.0, samples=1))
+    assert (row.values["train/loss"], row.values["train/samples"]) == (1.75, 4)
+
+
+def test_a_worker_whose_report_is_not_there_yet_is_not_behind() -> None:
+    meter = joined(2)
+    quick = [{**event("step", 0, step, loss=1.0), "time": 100 + step / 1000} for step in range(1000)]
+    assert not [row for each in quick for row in meter.add(each)]
+    rows = [row for each in quick for row in meter.add({**each, "rank": 1, "values": {"loss": 3.0}})]
+    assert [row.step for row in rows] == list(range(1000))
+    assert {row.values["train/loss"] for row in rows} == {2.0}
+
+
 def test_evaluations_pass_at_once() -> None:
     (row,) = joined(2).add(event("eval", 0, 5, seconds=1.0, eval_accuracy=0.5))
     assert (row.step, row.values) == (5, {"eval/accuracy": 0.5})

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from heapq import heappop, heappush
 from typing import Any
 
 from zmqtrain.observe.sinks.base import Figures
 from zmqtrain.observe.summary import metrics_of
 from zmqtrain.observe.sums import mean_staleness
 
-#: A step is given out without the workers that are this many steps behind the furthest one.
+#: A step is given out without the workers that are this many steps behind the furthest one,
 MOST_BEHIND = 256
+#: and so many seconds. (Workers report several times a second, each by itself, and may make thousands of steps meanwhile.)
+MOST_LATE_S = 10.0
 
 
 class Meter:
     """Feed it events (`add`). A step's row is complete when all workers that are in the run have reported it, or when it is
-    `MOST_BEHIND` steps old: asynchronous groups may be far apart. What comes later about such a step is left out."""
+    `MOST_BEHIND` steps and `MOST_LATE_S` old: asynchronous groups may be far apart. What comes later about such a step is left out.
+
+    A worker is in the run until it says itself that it has trained its last step: that it has left is heard before that."""
 
     def __init__(self) -> None:
         self._workers: set[str] = set()
         self._steps: dict[int, dict[str, Mapping[str, Any]]] = {}  # step -> worker -> its event
+        self._order: list[int] = []  # the same steps, as a heap: thousands of them may wait for one worker's report
+        self._newest, self._newest_s = 0, 0.0  # the newest step, and the time of its newest report
         self._given = -1  # the newest step that was given out
 
     def add(self, event: Mapping[str, Any]) -> list[Figures]:
@@ -29,13 +36,18 @@ class Meter:
         if event["role"] == "worker":
             peer = f"worker/{event['rank']}"
             if kind == "step" and event["step"] > self._given:
-                self._steps.setdefault(event["step"], {})[peer] = event
+                if event["step"] not in self._steps:
+                    self._steps[event["step"]] = {}
+                    heappush(self._order, event["step"])
+                self._steps[event["step"]][peer] = event
+                self._newest = max(self._newest, event["step"])
+                self._newest_s = max(self._newest_s, event["time"])
             elif kind == "eval":
                 metrics = {f"eval/{name.removeprefix('eval_')}": value for name, value in metrics_of(values).items()}
                 return [*self._complete(), Figures(event["step"], event["time"], metrics)]
             elif kind == "join":
                 self._workers.add(peer)
-            elif kind in ("leave", "lost"):
+            elif kind in ("finish", "stopped", "too late", "lost"):
                 self._workers.discard(peer)
             else:
                 return []
@@ -46,22 +58,29 @@ class Meter:
         """The rows of steps that some workers have not reported. Call it at the end."""
         rows = [self._row(step) for step in sorted(self._steps)]
         self._steps.clear()
+        self._order.clear()
         return rows
 
     def _complete(self) -> list[Figures]:
         rows = []
-        newest = max(self._steps, default=0)
-        for step in sorted(self._steps):
-            if not self._workers <= self._steps[step].keys() and step > newest - MOST_BEHIND:
+        while self._order:
+            step = self._order[0]
+            if not self._workers <= self._steps[step].keys() and not self._is_old(step):
                 break
-            rows.append(self._row(step))
+            rows.append(self._row(heappop(self._order)))
             del self._steps[step]
             self._given = step
         return rows
 
+    def _is_old(self, step: int) -> bool:
+        return step <= self._newest - MOST_BEHIND and self._time(step) <= self._newest_s - MOST_LATE_S
+
+    def _time(self, step: int) -> float:
+        newest: float = max(event["time"] for event in self._steps[step].values())
+        return newest
+
     def _row(self, step: int) -> Figures:
-        events = list(self._steps[step].values())
-        return Figures(step, max(event["time"] for event in events), figures_of([event["values"] for event in events]))
+        return Figures(step, self._time(step), figures_of([event["values"] for event in self._steps[step].values()]))
 
 
 def figures_of(workers: list[Mapping[str, Any]]) -> dict[str, float]:
