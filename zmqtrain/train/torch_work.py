@@ -32,6 +32,7 @@ from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import turn
+from zmqtrain.parallel.verify.case import NotComparable
 from zmqtrain.topology.elastic import ASKING
 from zmqtrain.train.adapted_schedule import Schedule
 from zmqtrain.train.alike import facts_of_training, require_same_training
@@ -67,7 +68,7 @@ from zmqtrain.train.shares import Scope, Shares, draws_of, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
 from zmqtrain.train.task import Task, build_model, build_optimizer, check_layers, load_task, shares_parameters, user_code
 from zmqtrain.train.unreached import what_blinds
-from zmqtrain.train.verifying import NotComparable, Ordinary, one_of_each, verify_task
+from zmqtrain.train.verifying import Ordinary, one_of_each, verify_task
 from zmqtrain.train.weighting import LOSSES_TRIED, WeightSums, taken_apart
 from zmqtrain.train.work import ModelState, StepResult
 from zmqtrain.wire.payload import Value

@@ -21,7 +21,7 @@ from zmqtrain.parallel.deferred import Tape, fill
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify import Case, Verified, verified
-from zmqtrain.parallel.verify.case import NotANumber, alone
+from zmqtrain.parallel.verify.case import NotComparable, alone
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.divided import loss_on_grid, parallel_model, share_of_model
 from zmqtrain.train.random_state import seed_everything
@@ -32,10 +32,6 @@ SAMPLES = 2
 #: Freed blocks of this size and more go back at once, for holes of theirs in the heap make the process larger; the others do at the
 #: end. If those of small weights did at once, too, a third of the time would go into mapping and clearing pages.
 _RETURNED_BYTES = 1 << 25
-
-
-class NotComparable(UsageError):
-    """There is no ordinary model, or no batch, to compare with; the text says why."""
 
 
 def verify_task(
@@ -109,8 +105,6 @@ def verify_model(
                 references=references,
             )
             return verified(case, fabric)
-    except NotANumber as error:
-        raise NotComparable(str(error)) from error
     finally:
         gc.collect()  # models and their hooks know each other
         give_back()

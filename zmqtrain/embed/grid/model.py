@@ -35,11 +35,12 @@ from zmqtrain.parallel.placed.model import ParallelModel, map_tensors
 from zmqtrain.parallel.placed.tensor import Placed
 from zmqtrain.parallel.shard import Shard
 from zmqtrain.parallel.turns import turn
+from zmqtrain.parallel.verify.case import NotComparable
 from zmqtrain.parallel.verify.verdict import ramp
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.divided import divide, parallel_model
 from zmqtrain.train.hooks import OwnHook
-from zmqtrain.train.verifying import NotComparable, verify_model
+from zmqtrain.train.verifying import verify_model
 
 
 class DividedScript:

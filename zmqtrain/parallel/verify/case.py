@@ -40,11 +40,8 @@ class NotInDouble(Exception):
     """The ordinary model does not run in double precision."""
 
 
-class NotANumber(UsageError):
-    """The ordinary model's loss of the samples that are compared is NaN: perhaps no target of them counts."""
-
-    def __init__(self) -> None:
-        super().__init__("the loss of the samples that were to be compared is not a number (do their targets count?)")
+class NotComparable(UsageError):
+    """There is no ordinary model, or no batch, to compare with; the text says why."""
 
 
 class NotSmaller(Exception):

@@ -22,7 +22,7 @@ from zmqtrain.parallel.verify.case import (
     Case,
     Difference,
     Found,
-    NotANumber,
+    NotComparable,
     Phase,
     What,
     When,
@@ -41,7 +41,7 @@ from zmqtrain.parallel.verify.watch import Watch, block_of, watching
 def compare(case: Case, fabric: Fabric, watch: Watch | None = None) -> Found:
     """Run both. All processes must call it; each returns what it has found in its own part.
 
-    Raises `NotInDouble`, `NotSmaller` and `NotANumber`, each on all processes."""
+    Raises `NotInDouble`, `NotSmaller` and `NotComparable`, each on all processes."""
     return _Comparison(case, fabric, watch).run()
 
 
@@ -78,7 +78,7 @@ class _Comparison:
             self._updates(divided, expected, needs)
         self._decide()
         if expected.loss != expected.loss:
-            raise NotANumber
+            raise NotComparable("the loss of the samples that were to be compared is not a number (do their targets count?)")
         return self._found
 
     def _forward(self, model: ParallelModel, expected: Wanted, phase: Phase, when: When) -> Tensor:
