@@ -522,7 +522,7 @@ MUTATIONS = (
     Mutation("an update is lost, and its version is counted", "servers-async", update_lost, 1),
     Mutation("a push is acknowledged before it is applied", "servers-async", answered_before_applied, 1),
     Mutation("a lost worker's batches are not trained again", "servers-async", batch_not_trained_again, 4),
-    Mutation("a lost worker's batch that counts is trained again", "servers-async", counted_batch_trained_again, 15),
+    Mutation("a lost worker's batch that counts is trained again", "servers-async", counted_batch_trained_again, 76),
     Mutation("a batch that counts for some pieces counts for them again", "servers-async", torn_batch_counts_twice, 4),
     Mutation("a lost worker's push counts that has not come", "servers-async", push_that_never_came, 4),
     Mutation("servers go on waiting for a lost group", "servers-sync", lost_group_waited_for, 4),

@@ -21,8 +21,6 @@ class ModelServerSettings:
     groups: tuple[tuple[PeerId, ...], ...]
     """The workers of each group, by position."""
     servers: tuple[PeerId, ...]
-    fc_server: PeerId | None = None
-    """The FC server that workers know, if there is one. It must hear who trains, as model servers do."""
     policy: PolicyKind = "async"
     bound: int = 0
     snapshot: bool = False
@@ -45,6 +43,8 @@ class ModelServerSettings:
     """How long a server may take to answer a request."""
     barrier_s: float = 600.0
     """How long parameters or the rest of the group may take (other groups may evaluate in the meantime)."""
+    fc_server: PeerId | None = None
+    """The FC server that workers know, if there is one. It must hear who trains, as model servers do."""
 
     @property
     def compensation(self) -> Compensation:

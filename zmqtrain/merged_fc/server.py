@@ -126,7 +126,7 @@ class FcServer:
                 self._refusals = Refusals(
                     self._endpoint, "fc_refused", self._recorder, self._background, timeout_s=self._settings.request_s
                 )
-                life = tasks.create_task(together(self._take(arriving), self._compute()))
+                life = tasks.create_task(self._live(arriving))
                 await self._done
                 async with self._lock:
                     await self._settle()
@@ -139,6 +139,9 @@ class FcServer:
             if self._done.done() and not self._done.cancelled():
                 self._done.exception()  # raised above, unless another error came first
         self._report(loop.time() - begin)
+
+    async def _live(self, arriving: Subscription) -> None:
+        await together(self._take(arriving), self._compute())
 
     # Arriving messages.
 
