@@ -200,8 +200,8 @@ def check_model(model: object) -> None:
         own = type(module).get_extra_state is not nn.Module.get_extra_state
         if own and not isinstance(module, torch.jit.ScriptModule):
             raise TaskError(
-                f"the module {name!r} of the model {type(model).__name__} has a state of its own (get_extra_state), which is not "
-                "kept in checkpoints and model.safetensors: keep it in buffers (register_buffer)"
+                f"{f'the module {name!r} of ' if name else ''}the model {type(model).__name__} has a state of its own "
+                "(get_extra_state), which is not kept in checkpoints and model.safetensors: keep it in buffers (register_buffer)"
             )
     if not any(parameter.requires_grad and parameter.numel() for parameter in parameters):
         raise TaskError(f"no parameter of the model {type(model).__name__} requires a gradient, so there is nothing to train")
