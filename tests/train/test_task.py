@@ -155,7 +155,7 @@ def test_a_module_with_a_state_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(TaskError, match=r"the module '1' of the model Sequential has a state of its own .*register_buffer"):
         check_model(model)
     check_model(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
-    with pytest.raises(TaskError, match="^the model Remembering has a state of its own"):
+    with pytest.raises(TaskError, match=r"^the model Remembering has a state of its own"):
         check_model(Remembering(2, 2))
 
 
