@@ -57,6 +57,10 @@ def test_a_host_with_a_server_leaves(tmp_path: Path, staleness: str, replicas: s
         summary = run.json("summary.json")
         trained = sum(event["values"]["samples"] for event in events if event["kind"] == "step")
         account = summary["account"]
-        assert (account is None) if replicas == "replicas = 1" else (account["counted"] == trained)
+        if replicas == "replicas = 1":
+            assert account is None
+        else:  # the last batch of the worker that leaves counts if its gradient has arrived by then
+            assert account["counted"] in (trained, trained - 8)
+            assert (account["repeated"], account["counted"] + account["lost"]) == (0, account["due"])
         assert summary["eval"]["eval_loss"] < 1e-3
         assert (run.run / "model.safetensors").exists()
