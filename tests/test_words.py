@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zmqtrain.words import counted, typed
+from zmqtrain.words import counted, joined, typed
 
 
 def test_one_is_singular() -> None:
@@ -12,6 +12,10 @@ def test_one_is_singular() -> None:
         "2 model servers",
         "1,000 model servers",
     ]
+
+
+def test_the_last_name_comes_after_an_and() -> None:
+    assert [joined(names) for names in ((), ("a",), ("a", "b"), ("a", "b", "c"))] == ["", "a", "a and b", "a, b and c"]
 
 
 def test_types_have_their_articles() -> None:

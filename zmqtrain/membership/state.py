@@ -9,7 +9,7 @@ from enum import Enum
 
 from zmqtrain.membership.view import Member, MemberKind, View
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.words import counted
+from zmqtrain.words import counted, joined
 
 
 class State(Enum):
@@ -169,8 +169,7 @@ class MemberTable:
     def here_in_words(self) -> str:
         """Who has joined and is still in the run, like ``2 workers, 1 model server and 1 agent``."""
         counts = {word: self._counts[kind][Presence.HERE] for kind, word in _WORDS.items()}
-        *others, last = [counted(count, word) for word, count in counts.items() if count]
-        return f"{', '.join(others)} and {last}" if others else last
+        return joined([counted(count, word) for word, count in counts.items() if count])
 
     def one_gone(self) -> Entry | None:
         """One that will never join (again), if there is any."""

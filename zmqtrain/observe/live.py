@@ -287,20 +287,25 @@ def make_view(group_of: Mapping[str, int], *, json_lines: bool, every_steps: int
     return TableView(group_of, console) if console.is_terminal else PlainView(group_of, every_steps=every_steps)
 
 
+def _trained(values: Mapping[str, Any]) -> str:
+    """What a run has trained, of a summary: those of a resumed run's steps that are its own."""
+    last, before = values["steps"], values["resumed_at"]
+    if before is None:
+        steps = counted(last, "step")
+    elif last <= before:
+        return f"nothing was left to train after step {before:,}"
+    else:
+        steps = f"step {last:,}" if last == before + 1 else f"steps {before + 1:,} to {last:,}"
+    rate = "" if values["samples_per_s"] is None else f", {values['samples_per_s']:,.0f} samples/s while training"
+    return f"{steps}, {counted(values['samples'], 'sample')}{rate}"
+
+
 def closing_lines(summary: Summary, seconds: float, directory: str) -> list[str]:
     """The lines that are printed when a run is done. ``directory``: where its results are; empty: nowhere."""
     values = summary.to_dict()
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in values["eval"].items())
     step, exposed = values["step_s"]["median"], values["exposed_communication_s"]["median"]
-    rate = "" if values["samples_per_s"] is None else f", {values['samples_per_s']:,.0f} samples/s while training"
-    trained = f"{counted(values['steps'], 'step')}, {counted(values['samples'], 'sample')}{rate}"
-    before = values["resumed_at"]
-    if before is not None:
-        steps = "step" if values["steps"] == before + 1 else f"steps {before + 1:,} to"
-        trained = f"{steps} {values['steps']:,}, {counted(values['samples'], 'sample')}{rate}"
-        if values["steps"] <= before:
-            trained = f"nothing was left to train after step {before:,}"
-    lines = [f"done in {rounded_duration(seconds)}: {trained}"]
+    lines = [f"done in {rounded_duration(seconds)}: {_trained(values)}"]
     if step is not None:
         lines.append(f"step {rounded_time(step)} (median), of which {rounded_time(exposed)} waiting for the network")
     if values["staleness"]["histogram"]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Host, Topology
-from zmqtrain.words import counted
+from zmqtrain.words import counted, joined
 
 #: A warning lists at most this many hosts or devices, and then says how many more there are.
 MOST_LISTED = 8
@@ -120,4 +120,4 @@ def _roles(placement: Placement) -> str:
 def _listed(names: Sequence[str]) -> str:
     if len(names) > MOST_LISTED:
         return f"{', '.join(names[:MOST_LISTED])} and {len(names) - MOST_LISTED} more"
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return joined(names)
