@@ -20,13 +20,13 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import last_words
-from tests.patience import pytest_timeout_set_timer
+from tests.patience import pytest_timeout_cancel_timer, pytest_timeout_set_timer
 from tests.rewritten import compile_share
 from zmqtrain.data.seeding import seed_torch
 from zmqtrain.simulate.clock import VirtualLoop
 from zmqtrain.train.compiler import postpone
 
-__all__ = ["pytest_timeout_set_timer"]  # a hook: pytest finds it here
+__all__ = ["pytest_timeout_cancel_timer", "pytest_timeout_set_timer"]  # hooks: pytest finds them here
 
 # What tests leave in cycles is small, and the modules and tests that are read first are no garbage. Python would look through new
 # objects for each 700 of them, and through all a dozen times before the first test.

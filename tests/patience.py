@@ -2,10 +2,14 @@
 
 A test without processes fails at the limit of pyproject.toml. One that has started processes gets `LIMIT_S` instead, without being
 marked: whether it has is looked at when the ordinary limit is up.
+
+The limit is an error that is raised wherever the test happens to be. One that ends none of it (a loop gives it to one of its tasks,
+and C++ that waits never looks) ends with its process `LAST_S` later; where each thread was is printed.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import resource
 import signal
 from collections.abc import Generator
@@ -18,6 +22,8 @@ import pytest
 
 #: Of a test that starts processes, in seconds: each imports torch, and other work may have the processors.
 LIMIT_S = 600.0
+#: From the end of the longest limit to that of the process, in seconds.
+LAST_S = 60.0
 #: Longest wait for a process or for what it says: the test can then still tell what it waited for.
 PATIENCE_S = 200.0
 
@@ -54,6 +60,8 @@ def _ended() -> tuple[int, int]:
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, object, object]:
     """Beside the timer of pytest-timeout, which is asked again once where the test has processes."""
     children = Children()
+    # Where pytest keeps what is printed, `last_words` finds it.
+    faulthandler.dump_traceback_later(max(LIMIT_S, settings.timeout or 0.0) + LAST_S, exit=True, file=2)  # type: ignore[arg-type]
     result = yield
     give_up: Any = signal.getsignal(signal.SIGALRM)
     if not callable(give_up) or settings.timeout >= LIMIT_S:
@@ -68,3 +76,10 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None
 
     signal.signal(signal.SIGALRM, rings)
     return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> Generator[None, object, object]:
+    """The test has ended."""
+    faulthandler.cancel_dump_traceback_later()
+    return (yield)
