@@ -1,4 +1,4 @@
-"""Which run ``--resume`` means."""
+"""What is refused before there is a run, and which run ``--resume`` means."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from zmqtrain.cli.lead import run_to_resume
-from zmqtrain.errors import UsageError
+from zmqtrain.cli.launch_options import LaunchOptions
+from zmqtrain.cli.lead import lead, run_to_resume
+from zmqtrain.errors import CheckpointError, UsageError
+from zmqtrain.topology.placement import place
+from zmqtrain.topology.schema import Topology
 
 
 def made(name: str, time: int, *, checkpoint: bool = True) -> None:
@@ -30,3 +33,11 @@ def test_latest_is_the_run_of_this_job_that_has_begun_last(tmp_path: Path, monke
     assert run_to_resume("mnist-001", "mnist") == Path("runs/mnist-001")
     with pytest.raises(UsageError, match="no run of digits"):
         run_to_resume("latest", "digits")
+
+
+def test_weights_that_are_not_there_are_refused_without_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    topology = Topology.model_validate({"job": {"weights": "lost.safetensors", "task": "examples.digits:task"}})
+    with pytest.raises(CheckpointError, match=r"\[job\] weights: lost.safetensors does not exist"):
+        lead(Path("a.toml"), topology, place(topology), (), LaunchOptions(), data_path=None, emulation=None, engine=None)
+    assert not Path("runs").exists()

@@ -25,6 +25,7 @@ from zmqtrain.observe.sinks.fan_out import FanOut
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import find_checkpoints
+from zmqtrain.train.checkpoint.weights import Weights
 from zmqtrain.world import wall_s
 
 
@@ -51,11 +52,13 @@ def lead(
         emulation: how all hosts are emulated on this machine.
         engine: what starts the agents; ``None``: what the topology or the emulation says.
 
-    Raises `UsageError` (and its children) before anything is started.
+    Raises `UsageError` (and its children) and `CheckpointError` before anything is started.
     """
     sinks = FanOut(topology.observe.to, topology.observe.options)  # refuses what is not installed here
     begun = begun_run(options)
     resume_from = _resume_from(begun, options.resume, topology.job.name)
+    if resume_from is None and topology.job.weights is not None:
+        Weights.of(Path(topology.job.weights))  # raises here, where no run directory is left behind
     directory = RunDirectory.create(topology.job.name, exact=options.run_dir) if begun is None else RunDirectory.go_on(begun)
     events_before = (directory.path / "events.jsonl").stat().st_size
     directory.write("topology.toml", topology.to_toml())
