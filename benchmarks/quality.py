@@ -2,11 +2,10 @@
 validation loss, beside what people use.
 
 Four machines behind NICs of 1 Gbit/s and of 100 Mbit/s (network namespaces on this one; for root, with sshd) train CIFARNet on
-CIFAR-10, and a small transformer on Shakespeare: with each of our exchanges (all-reduce also with smaller buckets than the default,
-which such small models fill with one or two, and compressed), with ``groups = "auto"``, with
-DistributedDataParallel and gloo, and, where they are installed beside our dependencies, with torchft's LocalSGD and DiLoCo,
-hivemind's Optimizer (``--peers-python``) and MXNet's kvstore (``--mxnet-python``). Model, data, batch of a worker, samples
-evaluated and machines are the same (benchmarks/quality_task.py); each peer is set up as its own documentation shows
+CIFAR-10, and a small transformer on Shakespeare: with each of our exchanges (all-reduce also compressed), with ``groups =
+"auto"``, with DistributedDataParallel and gloo, and, where they are installed beside our dependencies, with torchft's LocalSGD
+and DiLoCo, hivemind's Optimizer (``--peers-python``) and MXNet's kvstore (``--mxnet-python``). Model, data, batch of a worker,
+samples evaluated and machines are the same (benchmarks/quality_task.py); each peer is set up as its own documentation shows
 (benchmarks/quality_peer.py).
 
 The machines share this one's processors. So that these are not what is compared, the layers of the model sleep in each step, for
@@ -60,7 +59,6 @@ _GROUPS, _ONE_GROUP = f"groups = {HOSTS}", f"group_size = {HOSTS}"
 #: Ours: how workers form groups, and what they exchange.
 OURS = {
     "all-reduce": (_ONE_GROUP, 'kind = "allreduce"'),
-    "all-reduce, 256 KiB buckets": (f'{_ONE_GROUP}\nbucket_size = "256 KiB"', 'kind = "allreduce"'),
     "all-reduce, int8": (_ONE_GROUP, 'kind = "allreduce"\ncompression = "int8"'),
     "all-reduce, PowerSGD": (_ONE_GROUP, 'kind = "allreduce"\ncompression = "powersgd"'),
     "servers, sync": (_GROUPS, f'kind = "model_server"\nstaleness = "sync"\nshards = {HOSTS}'),

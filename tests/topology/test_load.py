@@ -87,7 +87,7 @@ def test_a_full_file() -> None:
     assert (topology.job.until.metric, topology.job.until.reaches) == ("eval_accuracy", 0.98)
     assert (topology.job.epochs, topology.job.timeout) == (None, 30.0)
     assert [host.name for host in topology.hosts] == ["alpha", "beta"]
-    assert topology.compute.bucket_bytes == 2**20
+    assert topology.compute.bucket_size == 2**20
     assert topology.exchange.staleness == Bound(bound=4)
     assert (topology.exchange.policy, topology.exchange.bound) == ("bound", 4)
     assert topology.servers == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.train.buckets import ParameterInfo, plan_buckets
 
 PARAMETERS = st.lists(
@@ -39,3 +40,11 @@ def test_alternating_groups_share_large_buckets() -> None:
         ParameterInfo(f"{kind}{i}", 10, 4, "float32", group) for i in range(6) for group, kind in enumerate(("weight", "bias"))
     ]
     assert len(plan_buckets(layers, 1 << 20)) == 2
+
+
+def test_a_limit_that_follows_the_model_is_the_same_on_all_rows() -> None:
+    """Rows whose parts differ in size divide their parameters at the same places."""
+    limit = BucketLimit(buckets=4)
+    rows = [[ParameterInfo(f"{n}", part, 4, "float32", 0, "2", 90_000) for n in range(8)] for part in (90_000, 80_000)]
+    plans = [[bucket.names for bucket in plan_buckets(row, limit)] for row in rows]
+    assert plans[0] == plans[1] == [("7", "6"), ("5", "4"), ("3", "2"), ("1", "0")]

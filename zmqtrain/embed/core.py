@@ -44,6 +44,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.turns import handing_over
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.topology.elastic import ASKING
 from zmqtrain.train.alike import OPTIMIZER, facts_of_training, require_same_training
 from zmqtrain.train.beginning import begin_alike
@@ -165,7 +166,7 @@ class Core:
         check_optimizer(model, optimizer, served=served)
         topology, timeouts = self.context.topology, self.context.timeouts
         settings = ReplicaSettings(
-            bucket_bytes=topology.compute.bucket_bytes,
+            bucket_bytes=BucketLimit.of(topology),
             clip_norm=topology.optimizer.clip_norm,
             overlap=topology.compute.overlap,
             gate_timeout_s=timeouts.barrier_s,

@@ -30,6 +30,7 @@ from zmqtrain.plan.setup import link_of, part_of
 from zmqtrain.plan.traffic import Traffic, activation_bytes, parameter_bytes
 from zmqtrain.plan.two_phases import Growth, Lasts, in_proportion, split_of
 from zmqtrain.plan.variation import Variation, wait_s
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.topology.links import MEMORY_BYTE_S
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Topology
@@ -82,7 +83,7 @@ class OurRuntime:
         placement, compute, merged = place(topology), topology.compute, self.merged
         loads = self.loads if merged is None else self.loads[: merged.split]
         nbytes = sum(each.nbytes for each in loads)
-        buckets = buckets_of(loads, compute.bucket_bytes)
+        buckets = buckets_of(loads, BucketLimit.of(topology).bytes_of(nbytes))
         usual = nbytes / max(1, len(buckets))
         piece_bytes = topology.exchange.split_bytes * compute.group_size
         way = Traffic.of(placement, 0, usual).way(self.link, self.update_byte_s / topology.servers, piece_bytes)

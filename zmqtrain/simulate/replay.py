@@ -15,6 +15,7 @@ from zmqtrain.data.division import Span, length_of, merged
 from zmqtrain.data.partition import Partition
 from zmqtrain.merged_fc.profile_phases import worker_profile
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.memory import Numbers, gradient, gradient_factor, gradient_of_samples, small_numel
@@ -289,7 +290,7 @@ class _Averaged:
         for name, (_, numel) in self.layers.items():
             parts[name] = slice(start, start + numel)
             start += numel
-        plans = worker_profile(topology).bucket_plans(topology.compute.bucket_bytes)
+        plans = worker_profile(topology).bucket_plans(BucketLimit.of(topology))
         self._parts = [[parts[name] for name in plan.names if name in parts] for plan in plans]
         self._ranks = {worker.peer: worker.index for worker in placement.workers}
         self._models: dict[PeerId, Numbers] = {peer: self.zeros() for peer in self._ranks}

@@ -17,6 +17,7 @@ import numpy as np
 
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.memory import Numbers, divided, gradient, gradient_factor, gradient_of_samples, numbers_of, small_numel
@@ -129,7 +130,7 @@ class _Replay:
 
     def __init__(self, profile: Profile, topology: Topology, groups: int) -> None:
         self._factor, self._groups = gradient_factor(topology), groups
-        buckets = profile.bucket_plans(topology.compute.bucket_bytes)
+        buckets = profile.bucket_plans(BucketLimit.of(topology))
         layers = {layer.name: (index, small_numel(layer.numel)) for index, layer in enumerate(profile.layers)}
         batch = topology.compute.batch_size
 

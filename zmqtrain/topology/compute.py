@@ -132,7 +132,11 @@ class Compute(Section):
         le=65536,
         description="Number of micro-batches into which a worker cuts its part of the batch, to save memory.",
     )
-    bucket_size: ByteSize = Field(default=4 * 2**20, description="Approximate size of the buckets in which parameters travel.")
+    bucket_size: ByteSize | None = Field(
+        default=None,
+        description="Approximate size of the buckets in which parameters travel. Default: 4 MiB; where all-reduce crosses "
+        "hosts, a quarter of the model if that is less, but at least 128 KiB.",
+    )
     overlap: bool = Field(default=True, description="Exchange gradients while backward is still running.")
     shared_memory: bool = Field(
         default=True,
@@ -162,11 +166,6 @@ class Compute(Section):
         if isinstance(values, dict) and values.get("groups") == "auto":
             return {**values, "groups": 1, "auto_groups": True}
         return values
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Size of a bucket in bytes."""
-        return self.bucket_size
 
     @property
     def rows(self) -> int:

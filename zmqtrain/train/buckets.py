@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zmqtrain.topology.bucket_limit import BucketLimit
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
@@ -38,7 +40,7 @@ class BucketPlan:
         return self.offsets[-1]
 
 
-def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: int) -> tuple[BucketPlan, ...]:
+def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: int | BucketLimit) -> tuple[BucketPlan, ...]:
     """Divide parameters, given in the order of their registration, into buckets in backward order.
 
     Backward reaches roughly the last registered parameters first, so bucket 0 holds those. A bucket has one dtype and one optimizer
@@ -46,6 +48,8 @@ def plan_buckets(parameters: Sequence[ParameterInfo], bucket_bytes: int) -> tupl
     gradients become complete. Parameters without elements are left out; each name must occur once. Parameters that are divided over
     the rows of a grid are never in one bucket with whole ones.
     """
+    if isinstance(bucket_bytes, BucketLimit):
+        bucket_bytes = bucket_bytes.bytes_of(sum(parameter.planned * parameter.itemsize for parameter in parameters))
     assert bucket_bytes > 0, bucket_bytes
     assert len({parameter.name for parameter in parameters}) == len(parameters), "a shared parameter must be listed once"
     # Weights and biases often alternate between two optimizer groups: one open bucket for each keeps buckets large.

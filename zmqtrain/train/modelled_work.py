@@ -20,6 +20,7 @@ from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.train.batches import ring_loader
 from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.device.memory import SmallMemory, differences, divided, exact, expected_parameters, make_memory, numbers_of
@@ -52,7 +53,7 @@ class ModelledWork:
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         self._replica = ModelledReplica(
             self._profile,
-            bucket_bytes=compute.bucket_bytes,
+            bucket_bytes=BucketLimit.of(context.topology),
             overlap=compute.overlap,
             timeout_s=context.timeouts.barrier_s,
             recorder=context.recorder,

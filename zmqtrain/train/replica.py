@@ -35,6 +35,7 @@ from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer, is_torchs_own
 from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.shard import Shard
+from zmqtrain.topology.bucket_limit import USUAL_BYTES, BucketLimit
 from zmqtrain.train.bucket_machine import BucketMachine, Do, State
 from zmqtrain.train.bucket_optimizers import BucketOptimizers
 from zmqtrain.train.buckets import ParameterInfo, plan_buckets
@@ -58,7 +59,7 @@ from zmqtrain.wire.tensor import TensorPayload
 class ReplicaSettings:
     """How a replica divides parameters into buckets, clips gradients and waits."""
 
-    bucket_bytes: int = 4 << 20
+    bucket_bytes: int | BucketLimit = USUAL_BYTES
     clip_norm: float = 0.0
     """The largest norm of all gradients together for the local update; 0: no clipping."""
     overlap: bool = True

@@ -33,6 +33,7 @@ from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import turn
 from zmqtrain.parallel.verify.case import NotComparable
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.topology.elastic import ASKING
 from zmqtrain.train.adapted_schedule import Schedule
 from zmqtrain.train.alike import facts_of_training, require_same_training
@@ -502,7 +503,7 @@ def _build(
             contents["evaluation data"] = content_of(evaluated.dataset)
     facts = facts_of_training(None if fabric is not None else model, optimizer, task.loss, samples, contents)
     how = ReplicaSettings(
-        bucket_bytes=compute.bucket_bytes,
+        bucket_bytes=BucketLimit.of(topology),
         clip_norm=topology.optimizer.clip_norm,
         overlap=compute.overlap,
         gate_timeout_s=context.timeouts.barrier_s,

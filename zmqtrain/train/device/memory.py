@@ -24,6 +24,7 @@ from zmqtrain.arena.arena import Arena
 from zmqtrain.data.division import Span
 from zmqtrain.exchange.base import Bucket, OptimizerSpec
 from zmqtrain.exchange.pieces import Piece
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.buckets import BucketPlan
 from zmqtrain.train.device.profile import Profile
@@ -247,7 +248,7 @@ def wrong_pieces(profile: Profile, topology: Topology, steps: int, pieces: Mappi
     if not exact(topology):
         return None
     expected = expected_parameters(profile, topology, steps)
-    buckets = profile.bucket_plans(topology.compute.bucket_bytes)
+    buckets = profile.bucket_plans(BucketLimit.of(topology))
     found, wanted = {}, {}
     for index, (piece, payload) in pieces.items():
         names = buckets[piece.bucket].names

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.train.bucket_machine import BucketMachine, Do
 from zmqtrain.train.device.memory import Memory, NoMemory
 from zmqtrain.train.device.profile import Layer, Profile
@@ -63,7 +64,7 @@ class ModelledReplica:
         self,
         profile: Profile,
         *,
-        bucket_bytes: int,
+        bucket_bytes: int | BucketLimit,
         overlap: bool,
         timeout_s: float,
         recorder: Recorder,

@@ -21,6 +21,7 @@ from typing import Any
 
 from zmqtrain.errors import UsageError
 from zmqtrain.exchange.base import OptimizerSpec
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.buckets import BucketPlan, ParameterInfo, plan_buckets
@@ -167,7 +168,7 @@ class Profile:
         """The further measurements; empty ones if there are none."""
         return self.measured or Measured()
 
-    def bucket_plans(self, bucket_bytes: int) -> tuple[BucketPlan, ...]:
+    def bucket_plans(self, bucket_bytes: int | BucketLimit) -> tuple[BucketPlan, ...]:
         """How the parameters are divided into buckets of at most ``bucket_bytes``."""
         infos = [ParameterInfo(each.name, each.numel, dtype_named(each.dtype).itemsize, each.dtype, 0) for each in self.layers]
         return plan_buckets(infos, bucket_bytes)
