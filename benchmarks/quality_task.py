@@ -34,8 +34,8 @@ class Problem:
 
 
 PROBLEMS = {
-    "cifar": Problem(batch=16, loss=1.7, rates=(0.01, 0.02, 0.04), evaluated=500, sleep_s=0.08),
-    "shakespeare": Problem(batch=8, loss=2.4, rates=(1e-3, 2e-3, 4e-3), evaluated=200, sleep_s=0.08),
+    "cifar": Problem(batch=16, loss=1.7, rates=(0.01, 0.02, 0.04), evaluated=500, sleep_s=0.16),
+    "shakespeare": Problem(batch=8, loss=2.4, rates=(1e-3, 2e-3, 4e-3), evaluated=200, sleep_s=0.16),
 }
 #: SGD's momentum and weight decay; Shakespeare has Adam.
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-3

@@ -178,6 +178,19 @@ def test_slow_links_make_a_slow_run(profile: str) -> None:
     assert seconds[1] > 12 * 3 * 80e3 * 8 / 10e6
 
 
+def test_between_hosts_a_small_model_travels_while_backward_runs() -> None:
+    """And not in one bucket, which would leave when backward has ended."""
+    own: dict[str, Any] = {"groups": 1, "group_size": 2, "batch_size": 400, "device": "modelled", "profile": "cifarnet"}
+    common: dict[str, Any] = {
+        **{"job": {"steps": 5}, "hosts": [{"name": "a", "slots": 1}, {"name": "b", "slots": 1}]},
+        **{"exchange": {"kind": "allreduce"}, "network": {"bandwidth": "1 Gbit/s", "latency": "100 us"}},
+    }
+    seconds = [
+        simulate(Topology.model_validate({**common, "compute": {**own, **more}})).seconds for more in ({}, {"bucket_size": "4 MiB"})
+    ]
+    assert seconds[0] < 0.9 * seconds[1]
+
+
 def test_a_run_that_takes_too_long(profile: str) -> None:
     with pytest.raises(TimeLimitError, match=r"not done after 0\.2 virtual seconds.*\n.*waits for"):
         simulate(topology_of(profile, simulation={"time_limit": 0.2}))
