@@ -26,7 +26,7 @@ from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 
-DRAWS = int(os.environ.get("ZMQTRAIN_DRAWS", "7"))
+DRAWS = int(os.environ.get("ZMQTRAIN_DRAWS", "4"))
 FIRST_DRAW = int(os.environ.get("ZMQTRAIN_FIRST_DRAW", "0"))
 FEATURES = 5
 #: Parameters of each layer that has any.

@@ -30,8 +30,7 @@ def topology(gossip: str = "", *, groups: int = 2, size: int = 2, job: str = "",
     return peers_topology(exchange, groups=groups, size=size, job=job, shuffle=shuffle)
 
 
-@pytest.mark.parametrize("gossip", KINDS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("gossip", "size"), list(zip(KINDS, (2, 3, 3, 2), strict=True)))
 def test_a_group_goes_on_with_fewer_and_trains_all_its_batches(gossip: str, size: int) -> None:
     steps, views, seconds = run(topology(gossip, size=size), kill("worker/1", step=7), kill(f"worker/{size}", step=13))
     gone = ("worker/1", f"worker/{size}")
@@ -75,7 +74,7 @@ def test_one_that_stands_still_while_others_of_its_group_are_slow() -> None:
 @pytest.mark.parametrize(("seed", "gossip"), list(enumerate(KINDS)))
 def test_random_faults_break_nothing(seed: int, gossip: str) -> None:
     shape = topology(gossip, groups=2 + 2 * (seed % 2), size=3 - seed % 2, job="restarts = 2\neval_every = 7")
-    assert [each.broken for each in explore(shape, range(2 * seed, 2 * seed + 2), faults="random") if each.broken] == []
+    assert [each.broken for each in explore(shape, [2 * seed + 1], faults="random") if each.broken] == []
 
 
 # With torch.
@@ -149,7 +148,7 @@ ALL = {step: [True, True] for step in range(TORCH_STEPS)}
 @pytest.mark.parametrize("exchange", ["weights", "gradients"])
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_each_group_ends_with_what_it_trained_and_was_mixed_with(exchange: str, restarts: int) -> None:
-    """In the middle of steps, of exchanges, of evaluations and of checkpoints."""
+    """In the middle of steps, of exchanges, of evaluations and of checkpoints: each exchange at all eight moments."""
     recipe, gradients = Recipe(), exchange == "gradients"
     job = {"restarts": restarts, "eval_every": 4, "checkpoint_every": 4, "exchange": exchange}
     mixed, seconds = trained(recipe, **job)
@@ -157,7 +156,7 @@ def test_each_group_ends_with_what_it_trained_and_was_mixed_with(exchange: str, 
     expected = replayed(recipe, ALL, gradients=gradients)
     for rank, model in enumerate(recipe.models):
         assert equal(model, expected[rank // 2])
-    for part in range(2, 10):
+    for part in range(2 + (gradients != bool(restarts)), 10, 2):
         faults = kill("worker/0", at=seconds * part / 10), kill("worker/3", at=seconds * (part + 0.3) / 10)
         mixed, _ = trained(recipe, *faults, **job)
         counts = {step: [mixed[step, "worker/1"], mixed[step, "worker/2"]] for step in range(TORCH_STEPS)}

@@ -42,8 +42,7 @@ def test_a_group_goes_on_with_fewer(staleness: str) -> None:
     assert seconds < 1
 
 
-@pytest.mark.parametrize("staleness", POLICIES)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("staleness", "size"), list(zip(POLICIES, (1, 2, 1, 2), strict=True)))
 def test_those_that_come_back_take_part_again(staleness: str, size: int) -> None:
     shape = merged_topology(staleness, groups=2, size=size, epochs=True, job="restarts = 1")
     steps, views, _ = run(shape, kill("worker/0", step=2), kill(f"worker/{size}", at=0.04))
@@ -181,17 +180,17 @@ def require(recipe: Recipe, expected: nn.Sequential, workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "faults",
+    ("faults", "restarts"),
     [
-        [kill("worker/1", step=0)],
-        [kill("worker/0", step=2)],
-        [kill("worker/3", step=STEPS_OF_TORCH - 1)],
-        [kill("worker/1", step=2), kill("worker/2", step=2)],
-        [kill("worker/1", step=2), kill("worker/2", step=3)],
+        ([kill("worker/1", step=0)], 1),
+        ([kill("worker/0", step=2)], 0),
+        ([kill("worker/0", step=2)], 1),
+        ([kill("worker/3", step=STEPS_OF_TORCH - 1)], 0),
+        ([kill("worker/1", step=2), kill("worker/2", step=2)], 1),
+        ([kill("worker/1", step=2), kill("worker/2", step=3)], 0),
     ],
-    ids=["at the beginning", "in the middle", "in the last step", "one of each group", "one after the other"],
+    ids=["beginning-1", "middle-0", "middle-1", "last step-0", "one of each group-1", "one after the other-0"],
 )
-@pytest.mark.parametrize("restarts", [0, 1])
 def test_a_lost_worker_changes_nothing(faults: Sequence[Fault], restarts: int) -> None:
     recipe = Recipe()
     trained(recipe, *faults, restarts=restarts)
@@ -204,7 +203,7 @@ def test_at_any_moment_also_during_evaluations_and_checkpoints(norm: bool, tmp_p
     recipe, job = Recipe(norm=norm), {"checkpoint_every": 2, "eval_every": 2, "restarts": 1, "groups": 1 if norm else 2}
     seconds = trained(recipe, folder=tmp_path / "0", **job).seconds
     expected = recipe.alone()
-    for part in (2, 5, 7, 10):
+    for part in (2, 7) if norm else (5, 10):
         trained(recipe, kill("worker/1", at=seconds * part / 12), folder=tmp_path / str(part), **job)
         require(recipe, expected, 2 if norm else 4)
         model = Checkpoint(find_checkpoints(tmp_path / str(part))[-1]).part("model")[0]
