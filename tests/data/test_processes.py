@@ -228,7 +228,7 @@ async def test_processes_that_begin_while_others_seed_torch(monkeypatch: pytest.
     for thread in threads:
         thread.start()
     try:
-        for _ in range(4):  # nearly each of them waits for ever without the locks
+        for _ in range(2):  # nearly each of them waits for ever without the locks
             loader = loader_of([(torch.zeros(1), 0)] * 23, 1, Partition(23, 1, 1, 4, seed=4))
             assert (await loader.batch(0, ahead=False)).samples == 4
             await loader.close(20)

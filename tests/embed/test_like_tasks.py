@@ -21,7 +21,7 @@ from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.task import Task
 
-EPOCHS = 2
+EPOCHS, SAMPLES = 2, 64
 EXCHANGES: dict[str, dict[str, Any]] = {
     "allreduce": {"kind": "allreduce"},
     "allreduce every 2": {"kind": "allreduce", "every": 2},
@@ -64,7 +64,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
-    return TensorDataset(torch.randn(96, 6, generator=generator, dtype=torch.float64), torch.arange(96) % 3)
+    return TensorDataset(torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64), torch.arange(SAMPLES) % 3)
 
 
 async def by_a_task(topology: Topology, folder: Path) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ async def test_a_session_is_a_task(name: str, grid: str | None, tmp_path: Path) 
     given = topology(name, grid)
     await asyncio.to_thread(run_sessions, given, program)
     expected = await by_a_task(topology(name, grid, epochs=EPOCHS), tmp_path)
-    assert set(steps) == {EPOCHS * 96 // (8 * given.compute.groups)}
+    assert set(steps) == {EPOCHS * SAMPLES // (8 * given.compute.groups)}
     assert not all(torch.equal(expected[key], tensor) for key, tensor in network().state_dict().items()), "it has trained"
     for model in models.values():
         for key, tensor in model.state_dict().items():

@@ -95,8 +95,18 @@ def plan_of(layers: Sequence[Stage], how: str) -> Plan:
     return Plan(tuple(found))
 
 
-@pytest.mark.parametrize("how", PLANS)
-@pytest.mark.parametrize("name", MODELS)
+#: The transformer has no layers that take images: of plans that differ in these alone, it has the first. What VGG has is a chain of
+#: layers as AlexNet's: it has every other plan.
+CASES = [
+    (name, how)
+    for name in MODELS
+    for number, how in enumerate(PLANS)
+    if (name != "transformer" or how == next(each for each in PLANS if PLANS[each][1] == PLANS[how][1]))
+    and (name != "vgg" or number % 2)
+]
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
 def test_what_a_plan_is_priced_at_is_what_is_sent(name: str, how: str) -> None:
     x = MODELS[name][1](BATCH).to("meta")
     layers = stages(trace_layers(MODELS[name][0]().double(), [x]))

@@ -65,13 +65,16 @@ GRIDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+WEIGHTS, IGNORED = nn.CrossEntropyLoss(weight=CLASSES), partial(cross_entropy, ignore_index=-100)
+
+
 @pytest.mark.parametrize(
-    "loss",
-    [nn.CrossEntropyLoss(weight=CLASSES), pair, partial(cross_entropy, ignore_index=-100)],
-    ids=["weights", "pair", "ignored"],
+    ("loss", "grid"),
+    [(WEIGHTS, GRIDS[1]), (WEIGHTS, GRIDS[2]), (pair, GRIDS[0]), (pair, GRIDS[3]), (IGNORED, GRIDS[1]), (IGNORED, GRIDS[2])],
+    ids=["weights-2x2", "weights-2x1", "pair-2x1", "pair-2x2", "ignored-2x2", "ignored-2x1"],
 )
 async def test_weights_on_grids_are_those_of_the_whole_batch(loss: Any, grid: dict[str, Any]) -> None:
+    """Each loss on both shapes of a grid; accumulated and not, and each exchange, with one loss at least."""
     ignored = isinstance(loss, partial)
     whole, evaluated = await trained(loss, ignored=ignored, groups=1, group_size=1, batch_size=16)
     recipe = Recipe(loss=loss, train_data=data(ignored), eval_data=data(ignored))

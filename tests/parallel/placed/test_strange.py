@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
+from tests.pairwise import pairwise
 from tests.parallel.placed.training import OfNumbers, compare
 from zmqtrain.parallel.turns import turn
 
@@ -31,21 +32,6 @@ def strange(inputs: Any) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.
         return make
 
     return register
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("plan", ["model", "domain", "batch", "mixed"])
-@pytest.mark.parametrize("grid", ["2x1", "1x2", "2x2", "3x1"])
-def test_it_is_the_model_of_one_process(name: str, plan: str, grid: str) -> None:
-    make, inputs = MODELS[name]
-    with turn():
-        torch.manual_seed(1)
-        model = make().double()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    compare(lambda: copy.deepcopy(model), OfNumbers(inputs, steps=3, relative=1e-8), plan, grid)
 
 
 # Output layers.
@@ -257,6 +243,20 @@ class Experts(nn.Module):
         return self.head(found.view_as(x)), chances.mean(0).square().sum()
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pairwise({"name": list(MODELS), "plan": ["model", "domain", "batch", "mixed"], "grid": ["2x1", "1x2", "2x2", "3x1"]})
+def test_it_is_the_model_of_one_process(name: str, plan: str, grid: str) -> None:
+    """Each model by each plan, and on each grid."""
+    make, inputs = MODELS[name]
+    with turn():
+        torch.manual_seed(1)
+        model = make().double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    compare(lambda: copy.deepcopy(model), OfNumbers(inputs, steps=3, relative=1e-8), plan, grid)
+
+
 # Batches of a single sample, whose dimension is like others of one.
 
 
@@ -303,17 +303,17 @@ class Followed(nn.Sequential):
         super().__init__(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), copy.deepcopy(last), nn.Tanh())
 
 
-@pytest.mark.parametrize("plan", ["model", "domain", "batch"])
-@pytest.mark.parametrize("grid", ["2x1", "1x2", "2x2", "3x1"])
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [
-        (Flattened, (2, 8, 6)),
-        (Summed, (5, 8)),
-        (Stacked, (5, 8)),
-        *((lambda last=last: Followed(last), (2, 8, 6)) for last in (nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.PixelShuffle(2))),
-    ],
-)
+ALONE: dict[str, Any] = {
+    "flattened": (Flattened, (2, 8, 6)),
+    "summed": (Summed, (5, 8)),
+    "stacked": (Stacked, (5, 8)),
+    "group norm": (lambda: Followed(nn.GroupNorm(2, 4)), (2, 8, 6)),
+    "instance norm": (lambda: Followed(nn.InstanceNorm2d(4)), (2, 8, 6)),
+    "pixel shuffle": (lambda: Followed(nn.PixelShuffle(2)), (2, 8, 6)),
+}
+
+
+@pairwise({"kind, shape": ALONE, "plan": ["model", "domain", "batch"], "grid": ["2x1", "1x2", "2x2", "3x1"]})
 def test_a_single_sample(kind: Callable[[], nn.Module], shape: tuple[int, ...], grid: str, plan: str) -> None:
     """Where there are several columns, the others have none."""
 
