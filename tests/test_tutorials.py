@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.launcher.ready import PYTHON, ready_process
+from tests.launcher.ready import PYTHON, ready_process, warm
 from tests.patience import PATIENCE_S
+from zmqtrain.launcher.zygote import RUNNING
 
 ROOT = Path(__file__).parents[1]
 #: Without the notebook's, whose cells tests/examples/test_notebook.py runs.
@@ -75,11 +76,13 @@ def started(program: str, arguments: list[str], folder: Path) -> tuple[int, str]
 def run(program: str, arguments: list[str], folder: Path) -> tuple[int, str]:
     """As `started`, but forked by a process that has imported torch for all of them, where that shows the same."""
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
-    # A launch that tunes itself makes several runs, each with a zygote of its own. That torchrun itself starts programs with this
-    # backend is shown by tests/integrations/test_frameworks.py, with Accelerate's launcher.
-    if not ready_process().serves(environment) or "auto.toml" in arguments:
+    # That torchrun itself starts programs with this backend is shown by tests/integrations/test_frameworks.py, with Accelerate's
+    # launcher.
+    if not ready_process().serves(environment):
         return started(program, arguments, folder)
     with open(folder / "output", "wb") as output, ExitStack() as stack:
+        if "auto.toml" in arguments:  # it makes several runs, each with a zygote of its own
+            environment |= stack.enter_context(warm()).variables
         if program == "torchrun":
             option, count, *words = arguments
             assert option == "--nproc-per-node"
@@ -91,7 +94,7 @@ def run(program: str, arguments: list[str], folder: Path) -> tuple[int, str]:
             ]
         else:
             several = [((*((PYTHON,) if program == "python" else ()), *arguments), environment)]
-        if arguments[0] == "launch":
+        if arguments[0] == "launch" and RUNNING not in environment:
             _, channel = ready_process().zygote(folder, environment, output.fileno())
         else:
             channel, other = socket.socketpair()

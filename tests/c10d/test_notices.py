@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from tests.c10d.test_process_group import groups_of
+from tests.launcher.ready import Program
 from tests.patience import PATIENCE_S
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d.notices import Notices
@@ -122,7 +121,7 @@ def test_plain_text_needs_a_word(word: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
-def test_processes_with_other_tokens_refuse_each_other() -> None:
+def test_processes_with_other_tokens_refuse_each_other(tmp_path: Path) -> None:
     """Both say why, though rank 0's process, which ends, holds the store."""
     program = """
 import sys, torch.distributed as dist, zmqtrain.c10d
@@ -132,17 +131,12 @@ print(store.port, flush=True)
 dist.init_process_group("zmq", store=store, rank=int(sys.argv[1]), world_size=2)
 """
 
-    def start(rank: int, port: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program, str(rank), port],
-            env={**os.environ, "ZMQTRAIN_TOKEN": f"{SECRET} {rank}", "PYTHONPATH": str(Path(__file__).parents[2])},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    (tmp_path / "program.py").write_text(program)
+
+    def start(rank: int, port: str) -> Program:
+        return Program(("program.py", str(rank), port), tmp_path, {**os.environ, "ZMQTRAIN_TOKEN": f"{SECRET} {rank}"})
 
     one = start(0, "")
-    assert one.stdout is not None
     other = start(1, one.stdout.readline().strip())
     errors = [process.communicate(timeout=PATIENCE_S)[1] for process in (one, other)]
     assert "rank 1 has another run token" in errors[0], errors[0]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from tests.launcher.ready import Program
 from tests.patience import PATIENCE_S
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d import ZmqProcessGroup
@@ -509,32 +508,16 @@ def test_a_rank_of_another_host_that_is_late_or_gone_is_named() -> None:
 PROGRAM = Path(__file__).parent / "program.py"
 
 
-def run_program(tmp_path: Path, *arguments: str) -> list[subprocess.Popen[str]]:
-    environ = {**os.environ, "WORLD_SIZE": "2", "STORE": str(tmp_path / "store"), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(PROGRAM), *arguments],
-            env=environ | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+def run_program(tmp_path: Path, *arguments: str) -> list[Program]:
+    environ = {**os.environ, "WORLD_SIZE": "2", "STORE": str(tmp_path / "store")}
+    return [Program((str(PROGRAM), *arguments), tmp_path, environ | {"RANK": str(rank)}) for rank in range(2)]
 
 
 def run_whole_program(tmp_path: Path, what: str, *backends: str, ranks: int) -> dict[str, list[str]]:
     """What all ranks print, by backend."""
-    command = [sys.executable, "-W", "ignore", str(PROGRAM), what, str(tmp_path), str(ranks), *backends]
-    with subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        try:
-            _, errors = process.communicate(timeout=PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    assert process.returncode == 0, errors
+    program = Program((str(PROGRAM), what, str(tmp_path), str(ranks), *backends), tmp_path, os.environ)
+    _, errors = program.communicate(timeout=PATIENCE_S)
+    assert program.returncode == 0, errors
     return {backend: [(tmp_path / f"{backend}-{rank}").read_text() for rank in range(ranks)] for backend in backends}
 
 
@@ -561,13 +544,12 @@ def test_groups_of_ranks_exchange_beside_ddp(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> None:
     one, other = run_program(tmp_path, "zmq", "wait")
-    assert other.stdout is not None
     assert other.stdout.readline() == "waiting\n"
     other.send_signal(signal.SIGKILL)
     _, errors = one.communicate(timeout=PATIENCE_S)
     assert "lost rank 1 while waiting for all_reduce" in errors
     assert "its process has ended" in errors  # and not: the time-out, which is minutes
-    other.communicate()
+    other.communicate(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("hosts", ["aa", "ab"])

@@ -165,6 +165,39 @@ class Forked:
             os.kill(self.pid, number)
 
 
+class Program:
+    """A Python program in a process that is forked once torch is imported, in place of `subprocess.Popen`.
+
+    Args:
+        words: its file and arguments.
+        folder: where it runs, and finds modules.
+        environ: its environment. What Python itself reads there, it does not heed.
+    """
+
+    def __init__(self, words: Sequence[str], folder: Path, environ: Mapping[str, str]) -> None:
+        output, write = os.pipe()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when it has ended
+        with open(write, "wb") as printed, open(os.devnull, "rb") as nothing:
+            files = printed.fileno(), self._errors.fileno(), nothing.fileno()
+            self._process = ready_process().command((PYTHON, *words), folder, environ, *files)
+        self.stdout = open(output, encoding="utf-8")  # noqa: SIM115
+        self.returncode: int | None = None
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for its end. Returns what it has printed, but for what was read before, and its errors."""
+        try:
+            with self.stdout, self._errors:
+                said = self.stdout.read()
+                self.returncode = self._process.wait(timeout)
+                self._errors.seek(0)
+                return said, self._errors.read()
+        finally:
+            self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+
 class ReadyZygote(Zygote):
     """As `zmqtrain.launcher.zygote.Zygote`, in this process, with one that is forked."""
 

@@ -42,7 +42,7 @@ def main(channel: int) -> int:
     else:
         os.dup2(files[0], 1)
         os.close(files[0])
-        os.environ[RUNNING] = str(files[1])
+        os.environ.setdefault(RUNNING, str(files[1]))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.path[0] = folder
         if what[0] == PYTHON:

@@ -36,7 +36,7 @@ events_per_s = "all"
 
 @pytest.mark.parametrize(("staleness", "replicas"), [("async", "replicas = 1"), ("sync", "replicas = 0")])
 def test_a_host_with_a_server_leaves(tmp_path: Path, staleness: str, replicas: str, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = 150
+    steps = 80
     task = TASK.replace("torch.nn.functional.mse_loss", "loss").replace("\ndef task", LEAVES, 1)
     (tmp_path / "task.py").write_text(task.replace("lr=0.02", "lr=0.1"))
     (tmp_path / "trial.toml").write_text(TOPOLOGY.format(steps=steps, staleness=staleness, replicas=replicas))

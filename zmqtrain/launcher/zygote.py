@@ -42,7 +42,7 @@ from zmqtrain.launcher.forkserver import (
 from zmqtrain.launcher.namespaces import enter_network
 from zmqtrain.launcher.signals import heed_no_preemption
 
-#: Says where the channel to a zygote is that is running already (`channel_at`). It serves one launch.
+#: Says where the channel to a zygote is that is running already (`channel_at`). A channel serves one launch.
 RUNNING = "ZMQTRAIN_ZYGOTE_CHANNEL"
 
 
@@ -60,8 +60,10 @@ class Zygote:
         self._asked = False  # for a fork server
 
     async def __aenter__(self) -> Self:
-        running = os.environ.pop(RUNNING, None)
+        running = os.environ.get(RUNNING)
         if running is not None:
+            if running.isdecimal():  # it serves this launch only; at a path there is a zygote for each
+                del os.environ[RUNNING]
             self._socket = channel_at(running)
             self._socket.set_inheritable(False)
             return self
