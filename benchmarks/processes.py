@@ -51,7 +51,8 @@ def run_processes(
 
     ``role`` must be importable, and the work and results plain values. Raises `ZmqTrainError` when a process fails.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([role.__module__])  # which imports torch once for all
     pipes = [context.Pipe() for _ in work]
     processes = [
         context.Process(target=_process, args=(peer, one, role, place, theirs), daemon=True)

@@ -76,8 +76,10 @@ def explore(topology: Topology, seeds: Sequence[int], *, faults: FaultSource, jo
     if jobs <= 1:
         yield from map(attempt, seeds)
         return
-    # Not forked: the parent may have threads (torch's), whose locks a fork would copy.
-    context = multiprocessing.get_context("spawn")
+    # Not forked from here: this process may have threads (torch's), whose locks a fork would copy. One process without any imports
+    # torch, and the others are forked from it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
         try:
             yield from pool.map(attempt, seeds, chunksize=max(1, min(20, len(seeds) // (4 * jobs))))
