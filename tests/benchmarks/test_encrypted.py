@@ -7,6 +7,7 @@ import pytest
 from benchmarks.encrypted import bench_encrypted
 from benchmarks.flood import bench_flood
 from benchmarks.run import run_bench
+from tests.launcher.ready import warm
 from zmqtrain.errors import UsageError
 
 
@@ -18,8 +19,11 @@ def test_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trip["ratio"] == pytest.approx(trip["peer_value"] / trip["value"])
 
 
-def test_strangers_fail_no_step() -> None:
-    attempts, *speeds = bench_flood(rate=200, phase_s=1.0, phases=1)
+def test_strangers_fail_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warm() as started:
+        for name, place in started.variables.items():
+            monkeypatch.setenv(name, place)
+        attempts, *speeds = bench_flood(rate=200, phase_s=1.0, phases=1)
     assert attempts["value"] > 100
     assert [speed["peer"] for speed in speeds] == ["while they are at another's door", "left in peace"]
     for speed in speeds:

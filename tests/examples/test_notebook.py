@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.launcher.ready import warm
 from tests.patience import PATIENCE_S
 from tests.test_tutorials import BLOCK, ROOT, words
 
@@ -31,7 +32,10 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for cell in book.cells:
         cell.source = cell.source.replace('"steps": 4', '"steps": 1')  # of simulations, whose time it is
     folder = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(book, timeout=PATIENCE_S, startup_timeout=PATIENCE_S, resources=folder).execute()
+    with warm() as started:
+        for name, place in started.variables.items():
+            monkeypatch.setenv(name, place)
+        nbclient.NotebookClient(book, timeout=PATIENCE_S, startup_timeout=PATIENCE_S, resources=folder).execute()
     cells = [cell.outputs for cell in book.cells if cell.cell_type == "code"]
     _, simulated, _, planned, launched, _, _, plotted = cells
     for (output,) in (simulated, planned, launched):  # no errors, and no lines beside them

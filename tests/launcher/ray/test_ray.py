@@ -78,7 +78,7 @@ async def test_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def cluster() -> Iterator[str]:
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install zmqtrain[ray]")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DISABLE_IMPORT_WARNING": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_prestart_worker_first_driver": "0"}
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("cluster.py"))],
         env=environ,
