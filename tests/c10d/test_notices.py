@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from tests.c10d.test_process_group import groups_of
-from tests.launcher.ready import Program
+from tests.launcher.ready import PYTHON, Program
 from tests.patience import PATIENCE_S
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d.notices import Notices
@@ -134,7 +134,7 @@ dist.init_process_group("zmq", store=store, rank=int(sys.argv[1]), world_size=2)
     (tmp_path / "program.py").write_text(program)
 
     def start(rank: int, port: str) -> Program:
-        return Program(("program.py", str(rank), port), tmp_path, {**os.environ, "ZMQTRAIN_TOKEN": f"{SECRET} {rank}"})
+        return Program((PYTHON, "program.py", str(rank), port), tmp_path, {**os.environ, "ZMQTRAIN_TOKEN": f"{SECRET} {rank}"})
 
     one = start(0, "")
     other = start(1, one.stdout.readline().strip())

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from tests.launcher.ready import Program
+from tests.launcher.ready import PYTHON, Program
 from tests.patience import PATIENCE_S
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d import ZmqProcessGroup
@@ -510,12 +510,12 @@ PROGRAM = Path(__file__).parent / "program.py"
 
 def run_program(tmp_path: Path, *arguments: str) -> list[Program]:
     environ = {**os.environ, "WORLD_SIZE": "2", "STORE": str(tmp_path / "store")}
-    return [Program((str(PROGRAM), *arguments), tmp_path, environ | {"RANK": str(rank)}) for rank in range(2)]
+    return [Program((PYTHON, str(PROGRAM), *arguments), tmp_path, environ | {"RANK": str(rank)}) for rank in range(2)]
 
 
 def run_whole_program(tmp_path: Path, what: str, *backends: str, ranks: int) -> dict[str, list[str]]:
     """What all ranks print, by backend."""
-    program = Program((str(PROGRAM), what, str(tmp_path), str(ranks), *backends), tmp_path, os.environ)
+    program = Program((PYTHON, str(PROGRAM), what, str(tmp_path), str(ranks), *backends), tmp_path, os.environ)
     _, errors = program.communicate(timeout=PATIENCE_S)
     assert program.returncode == 0, errors
     return {backend: [(tmp_path / f"{backend}-{rank}").read_text() for rank in range(ranks)] for backend in backends}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.collectives.world import endpoints, everywhere, group_of
@@ -47,6 +47,7 @@ def close(result: np.ndarray[Any, Any], parts: list[np.ndarray[Any, Any]]) -> bo
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring", "halving", "doubling"])
+@settings(max_examples=30)
 @given(size=sizes, numel=lengths, dtype=dtypes, seed=st.integers(0, 99))
 async def test_all_reduce(algorithm: Any, size: int, numel: int, dtype: str, seed: int) -> None:
     inputs = drawn(dtype, numel, size, seed)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.ready import Program
+from tests.launcher.ready import PYTHON, Program
 from tests.patience import PATIENCE_S
 from zmqtrain.arena import shared_memory_missing
 
@@ -37,7 +37,7 @@ def printed(packages: Sequence[str], example: str, *arguments: str, every: int =
         example, arguments: the file, and its own.
         every: it trains on every image of so many.
     """
-    words = (str(PROGRAM), f"--ranks={','.join(('torch._dynamo', *packages))}", str(EXAMPLES / example), *arguments)
+    words = (PYTHON, str(PROGRAM), f"--ranks={','.join(('torch._dynamo', *packages))}", str(EXAMPLES / example), *arguments)
     program = Program(words, EXAMPLES, {**os.environ, "EVERY": str(every)})
     said, errors = program.communicate(2 * PATIENCE_S)
     assert program.returncode == 0, said + errors

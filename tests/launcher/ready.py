@@ -166,10 +166,10 @@ class Forked:
 
 
 class Program:
-    """A Python program in a process that is forked once torch is imported, in place of `subprocess.Popen`.
+    """A program in a process that is forked once torch is imported, in place of `subprocess.Popen`.
 
     Args:
-        words: its file and arguments.
+        words: of a ``zmqtrain`` command, or `PYTHON` with a file and its arguments.
         folder: where it runs, and finds modules.
         environ: its environment. What Python itself reads there, it does not heed.
     """
@@ -179,7 +179,7 @@ class Program:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when it has ended
         with open(write, "wb") as printed, open(os.devnull, "rb") as nothing:
             files = printed.fileno(), self._errors.fileno(), nothing.fileno()
-            self._process = ready_process().command((PYTHON, *words), folder, environ, *files)
+            self._process = ready_process().command(words, folder, environ, *files)
         self.stdout = open(output, encoding="utf-8")  # noqa: SIM115
         self.returncode: int | None = None
 

@@ -15,7 +15,7 @@ from zmqtrain.simulate.faults import Fault, kill, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.train.checkpoint.folder import Checkpoint, RunShape, find_checkpoints
 
-STEPS = 40
+STEPS = 25
 GOSSIP = {"kind": "gossip", "staleness": "async"}
 
 
@@ -66,9 +66,9 @@ def test_checkpoints_go_on_without_a_worker_that_is_lost(lost: int, tmp_path: Pa
     run = Kept(tmp_path / "run", [kill(f"worker/{lost}", step=13)])
     assert run.result.ending.status == "done"
     complete = [step for kind, step in run.told if kind == "checkpoint complete"]
-    assert set(complete) >= {5, 10, 20, 25, 30, 35, 40}
+    assert set(complete) >= {5, 10, 20, 25}
     checkpoint = run.newest
-    assert checkpoint.step == 40
+    assert checkpoint.step == STEPS
     assert {rank for rank in range(4) if checkpoint.stands_in(f"worker-{rank}") is None} == {0, 1, 2, 3} - {lost}
     assert checkpoint.stands_in(f"group-{lost}") == (lost - 1) % 4
     # All four go on: the lost one with the run's model and its neighbour's momentum.
@@ -121,7 +121,7 @@ def test_with_servers_a_resumed_run_trains_what_was_left(staleness: str, lost: i
     servers = {"kind": "model_server", "staleness": staleness, "shards": 2}
     run = Kept(tmp_path / "run", [kill(f"worker/{lost}", step=13)], exchange=servers)
     assert run.result.ending.status == "done"
-    assert {step for kind, step in run.told if kind == "checkpoint complete"} >= {5, 10, 20, 25, 30, 35, 40}
+    assert {step for kind, step in run.told if kind == "checkpoint complete"} >= {5, 10, 20, 25}
     checkpoint = run.newest
     data = [checkpoint.part(f"worker-{rank}")[1]["data"] for rank in range(4) if rank != lost]
     assert data[0] == data[1] == data[2]

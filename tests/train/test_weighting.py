@@ -44,6 +44,16 @@ async def trained(loss: Any, *, ignored: bool = False, **compute: Any) -> tuple[
     return recipe.parameters("worker/0"), result.recorders["worker/0"].of("eval")
 
 
+WHOLE: dict[tuple[Any, bool], tuple[Tensor, list[dict[str, Any]]]] = {}
+
+
+async def in_one_process(loss: Any, *, ignored: bool = False) -> tuple[Tensor, list[dict[str, Any]]]:
+    """The same for all divisions of the work."""
+    if (loss, ignored) not in WHOLE:
+        WHOLE[loss, ignored] = await trained(loss, ignored=ignored, groups=1, group_size=1, batch_size=16)
+    return WHOLE[loss, ignored]
+
+
 SHAPES: list[dict[str, Any]] = [
     {"groups": 2, "group_size": 2, "batch_size": 8},
     {"groups": 2, "group_size": 2, "batch_size": 8, "exchange": {"kind": "model_server", "staleness": "sync"}},
@@ -76,7 +86,7 @@ WEIGHTS, IGNORED = nn.CrossEntropyLoss(weight=CLASSES), partial(cross_entropy, i
 async def test_weights_on_grids_are_those_of_the_whole_batch(loss: Any, grid: dict[str, Any]) -> None:
     """Each loss on both shapes of a grid; accumulated and not, and each exchange, with one loss at least."""
     ignored = isinstance(loss, partial)
-    whole, evaluated = await trained(loss, ignored=ignored, groups=1, group_size=1, batch_size=16)
+    whole, evaluated = await in_one_process(loss, ignored=ignored)
     recipe = Recipe(loss=loss, train_data=data(ignored), eval_data=data(ignored))
     exchange = grid.get("exchange", {"kind": "allreduce"})
     compute = {key: value for key, value in grid.items() if key != "exchange"}
@@ -102,7 +112,7 @@ async def test_targets_that_are_ignored_unawares_are_refused_on_grids_where_samp
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=CLASSES, label_smoothing=0.1), pair, nn.NLLLoss(weight=CLASSES)])
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_class_weights_are_those_of_the_whole_batch(loss: Any, shape: dict[str, Any]) -> None:
-    whole, evaluated = await trained(loss, groups=1, group_size=1, batch_size=16)
+    whole, evaluated = await in_one_process(loss)
     parts, evaluated_in_parts = await trained(loss, **shape)
     torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
     assert evaluated_in_parts[-1]["eval_loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-10)
@@ -110,9 +120,8 @@ async def test_class_weights_are_those_of_the_whole_batch(loss: Any, shape: dict
 
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_targets_that_are_ignored_do_not_count(shape: dict[str, Any]) -> None:
-    loss = partial(cross_entropy, ignore_index=-100)
-    whole, _ = await trained(loss, ignored=True, groups=1, group_size=1, batch_size=16)
-    parts, _ = await trained(loss, ignored=True, **shape)
+    whole, _ = await in_one_process(IGNORED, ignored=True)
+    parts, _ = await trained(IGNORED, ignored=True, **shape)
     torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
 
 

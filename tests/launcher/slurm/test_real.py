@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import psutil
 import pytest
 
 from tests.launcher.launched import Launched
-from tests.launcher.ready import warm
+from tests.launcher.ready import Program, warm
 from tests.launcher.slurm.cluster import Cluster, cluster
 from tests.launcher.test_preempted import TASK
 from tests.patience import PATIENCE_S
@@ -87,8 +86,10 @@ def allocation(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 
 
 def zmqtrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zmqtrain", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    program = Program(words, folder, os.environ)
+    said, errors = program.communicate(PATIENCE_S)
+    assert program.returncode is not None
+    return subprocess.CompletedProcess(words, program.returncode, said, errors)
 
 
 def events(run: Path) -> list[dict[str, object]]:
