@@ -64,6 +64,7 @@ class Launched:
                 )
             else:
                 zygote, channel = ready_process().zygote(folder, environ, errors_write)
+                self._zygote = zygote.pid
                 self._family.add(zygote.pid)
                 with channel:
                     self._process = ready_process().command(words, folder, environ, output_write, errors_write, channel.fileno())
@@ -113,6 +114,11 @@ class Launched:
     def pid(self) -> int:
         """The launcher's process."""
         return self._process.pid
+
+    @property
+    def zygote(self) -> psutil.Process:
+        """What fork servers are forked from; not of a launch that started it itself."""
+        return psutil.Process(self._zygote)
 
     def find(self, words: str) -> psutil.Process:
         """The first process, from the top, with these words on its command line."""

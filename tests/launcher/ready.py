@@ -30,6 +30,7 @@ from typing import Self
 
 import msgpack
 
+from tests.patience import PATIENCE_S
 from zmqtrain.launcher.forkserver import ADOPTED, LARGEST_MESSAGE
 from zmqtrain.launcher.zygote import RUNNING, Zygote
 
@@ -196,6 +197,14 @@ class Program:
 
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
+
+
+def completed(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` of a ``zmqtrain`` command that starts no processes on this machine."""
+    program = Program(words, folder, os.environ)
+    said, errors = program.communicate(PATIENCE_S)
+    assert program.returncode is not None
+    return subprocess.CompletedProcess(words, program.returncode, said, errors)
 
 
 class ReadyZygote(Zygote):

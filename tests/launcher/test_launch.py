@@ -154,12 +154,12 @@ def test_a_role_that_is_killed(tmp_path: Path, joined: bool) -> None:
 
 @pytest.mark.parametrize("what", ["the agent", "the fork server"])
 def test_a_host_that_dies(tmp_path: Path, what: str) -> None:
-    with launch(tmp_path, STAYS, from_nothing=what == "the fork server") as run:
+    with launch(tmp_path, STAYS) as run:
         run.wait_for(r"\| ready", 2)
         if what == "the agent":
             run.find("zmqtrain agent").kill()
         else:
-            (server,) = run.find("zmqtrain zygote").children()
+            (server,) = run.zygote.children()
             server.kill()
         assert run.end() >= 128, run
         assert run.json("error.json")["verdict"] == "host lost"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from pathlib import Path
@@ -13,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.launcher.launched import Launched, prepare
-from tests.launcher.ready import Program
-from tests.patience import PATIENCE_S
+from tests.launcher.ready import completed
 from zmqtrain.run.preemption import INTERRUPTED, PREEMPTED
 
 TASK = """
@@ -86,13 +84,12 @@ def test_interrupted_stopped_and_done(tmp_path: Path, monkeypatch: pytest.Monkey
     interrupted = run.run
     with Launched(prepare(tmp_path / "second", TASK, TOPOLOGY), "trial.toml", f"--resume={interrupted}") as run:
         run.wait_for("^step ")
-        stop = Program(("stop", "--checkpoint", str(run.run)), run.folder, os.environ)
-        said, errors = stop.communicate(PATIENCE_S)
-        assert stop.returncode == 0, errors
+        stop = completed(run.folder, "stop", "--checkpoint", str(run.run))
+        assert stop.returncode == 0, stop.stderr
         assert run.end() == 130, run
         step = run.json("model.json")["step"]
         assert step > about["step"]
-        assert re.search(rf"stopped after step {step}; the checkpoint is .*step-{step:08d}", said)
+        assert re.search(rf"stopped after step {step}; the checkpoint is .*step-{step:08d}", stop.stdout)
     stopped = run.run
     assert not any("trained otherwise" in line for line in run.lines)
     steps = step + 5
@@ -187,9 +184,8 @@ def test_a_script_that_is_stopped(asks: str, tmp_path: Path, monkeypatch: pytest
     with Launched(folder, "trial.toml", "script.py") as run:
         run.wait_for("^step ")
         if asks == "stop":
-            stop = Program(("stop", str(run.run)), folder, os.environ)
-            _, errors = stop.communicate(PATIENCE_S)
-            assert stop.returncode == 0, errors
+            stop = completed(folder, "stop", str(run.run))
+            assert stop.returncode == 0, stop.stderr
         else:
             run.signal(signal.SIGINT if asks == "interrupt" else signal.SIGUSR1)
         assert run.end() == (PREEMPTED if asks == "preempt" else INTERRUPTED), run

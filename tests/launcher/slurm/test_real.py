@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ import psutil
 import pytest
 
 from tests.launcher.launched import Launched
-from tests.launcher.ready import Program, warm
+from tests.launcher.ready import completed as zmqtrain
+from tests.launcher.ready import warm
 from tests.launcher.slurm.cluster import Cluster, cluster
 from tests.launcher.test_preempted import TASK
 from tests.patience import PATIENCE_S
@@ -83,13 +83,6 @@ def allocation(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
         yield job
     finally:
         slurm.command("scancel", job)
-
-
-def zmqtrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    program = Program(words, folder, os.environ)
-    said, errors = program.communicate(PATIENCE_S)
-    assert program.returncode is not None
-    return subprocess.CompletedProcess(words, program.returncode, said, errors)
 
 
 def events(run: Path) -> list[dict[str, object]]:
