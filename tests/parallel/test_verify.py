@@ -379,9 +379,15 @@ ORDINARY: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("name", ORDINARY)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in ORDINARY),
+        *((name, torch.float64) for number, name in enumerate(ORDINARY) if number % 3 == 0),
+    ],
+)
 def test_ordinary_models_raise_no_false_alarm(name: str, dtype: torch.dtype) -> None:
+    """All in single precision, where rounding is nearest to a fault, and every third one in double precision."""
     make, data = ORDINARY[name]
     make = seeded(make, dtype if name != "single precision" else torch.float32)
     x = data(SAMPLES)

@@ -105,20 +105,20 @@ class TestFaults:
     """What goes wrong, and how the run takes it."""
 
     @pytest.mark.parametrize(
-        "faults",
+        ("faults", "staleness"),
         [
-            [drop("worker/1", at=0.1), drop("server/0", "worker/2", at=0.2)],
-            [pause("worker/3", 2.0, step=3)],
-            [pause("h2", 3.0, at=0.15)],
-            [slow("worker/0", 5.0, step=2)],
-            [slow("h1", 3.0, at=0.1, lasts=0.2)],
-            [partition(["h1", "h2"], ["h3", "h4"], at=0.1, lasts=1.0)],
-            [partition(["h1"], ["h2", "h3", "h4"], at=0.1, lasts=4.0)],
-            [partition(["h1"], ["h2"], at=0.1, one_way=True), heal(at=3.0)],
+            ([drop("worker/1", at=0.1), drop("server/0", "worker/2", at=0.2)], "async"),
+            ([drop("worker/1", at=0.1), drop("server/0", "worker/2", at=0.2)], "sync"),
+            ([pause("worker/3", 2.0, step=3)], "async"),
+            ([pause("h2", 3.0, at=0.15)], "sync"),
+            ([slow("worker/0", 5.0, step=2)], "sync"),
+            ([slow("h1", 3.0, at=0.1, lasts=0.2)], "async"),
+            ([partition(["h1", "h2"], ["h3", "h4"], at=0.1, lasts=1.0)], "async"),
+            ([partition(["h1"], ["h2", "h3", "h4"], at=0.1, lasts=4.0)], "sync"),
+            ([partition(["h1"], ["h2"], at=0.1, one_way=True), heal(at=3.0)], "async"),
         ],
-        ids=lambda faults: " ".join(fault.kind for fault in faults),
+        ids=lambda value: value if isinstance(value, str) else " ".join(fault.kind for fault in value),
     )
-    @pytest.mark.parametrize("staleness", ["async", "sync"])
     def test_survived(self, profile: str, faults: list[Fault], staleness: str) -> None:
         result, _ = run(topology_of(profile, exchange={"staleness": staleness}), *faults)
         assert result.ending.status == "done", result.ending.error
