@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launcher.ready import warm
+from tests.launcher.ready import completed, warm
 from tests.patience import PATIENCE_S
 from zmqtrain.launcher.continued import Left
 from zmqtrain.launcher.forkserver import ADOPTED
@@ -112,7 +112,7 @@ def warmed() -> Iterator[dict[str, str]]:
 
 def test_another_launcher_takes_over_and_everything_is_recorded_once(folder: Path, warmed: dict[str, str]) -> None:
     run = Detached(folder, **warmed)
-    refused = zmqtrain(folder, "launch", "--continue", "run")
+    refused = completed(folder, "launch", "--continue", "run")
     assert (refused.returncode, "another launcher leads this run" in refused.stderr) == (74, True), refused
     run.kill_launcher()
     (folder / "go").touch()  # they train on alone
@@ -136,7 +136,7 @@ def test_another_launcher_takes_over_and_everything_is_recorded_once(folder: Pat
     assert [path.name for path in sorted((run.run / "checkpoints").iterdir())] == ["step-00000040", "step-00000060"]
     assert not (run.run / "journal").exists()
     assert not Left.of(run.run).processes
-    again = zmqtrain(folder, "launch", "--continue", "run")
+    again = completed(folder, "launch", "--continue", "run")
     assert (again.returncode, "it has ended" in again.stderr) == (74, True), again
 
 
@@ -146,7 +146,7 @@ def test_what_a_dead_launcher_has_left_is_stopped(folder: Path) -> None:
     left = Left.of(run.run).processes
     assert len(left) == 1
     family = [*left, *left[0].children(recursive=True)]
-    stopped = zmqtrain(folder, "stop", "run")
+    stopped = completed(folder, "stop", "run")
     assert stopped.returncode == 0, stopped
     assert "stopped 1 agent on this machine, with all roles" in stopped.stdout
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
@@ -159,5 +159,5 @@ def test_nobody_takes_over(folder: Path, warmed: dict[str, str]) -> None:
     family = [*left, *left[0].children(recursive=True)]
     run.kill_launcher()
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
-    late = zmqtrain(folder, "launch", "--continue", "run")
+    late = completed(folder, "launch", "--continue", "run")
     assert (late.returncode, "none of its agents is left" in late.stderr) == (74, True), late
