@@ -46,7 +46,7 @@ class Heard:
 
 def run(faults: Sequence[Fault], staleness: str, *, seed: int = 1, **how: Any) -> tuple[Result, Heard]:
     heard = Heard()
-    topology = servers_topology(staleness, **{"servers": 3, "exchange": "replicas = 1", **how})
+    topology = servers_topology(staleness, **{"servers": 3, "exchange": "replicas = 1", "count": 1, **how})
     result = simulate(topology, seed=seed, options=Options(faults=faults, on_event=heard.event))
     assert result.broken == []
     return result, heard
@@ -139,8 +139,8 @@ def test_one_is_killed_while_a_shard_moves(policy: int, staleness: str, number: 
 
     Each victim under each policy, at one moment: each victim and each policy meets four of them, and each moment two or more."""
     after = MOMENTS[(number + policy) % 4 + 4 * (number % 2 ^ policy // 2)]
-    fault = restart(victim, at=0.012 + after, after=0.002) if victim == COORDINATOR else kill(victim, at=0.012 + after)
-    heard = survives([drain("s2", at=0.012), fault], staleness, epochs=True)
+    fault = restart(victim, at=0.005 + after, after=0.002) if victim == COORDINATOR else kill(victim, at=0.005 + after)
+    heard = survives([drain("s2", at=0.005), fault], staleness, epochs=True)
     assert not any(to == "server/1" for _, _, to in heard.moved)
 
 

@@ -80,9 +80,11 @@ trace_steps = 0
 POLICIES = ['"async"', "{ bound = 0 }", "{ bound = 2 }", '"sync"']
 
 
-def servers_topology(staleness: str, *, servers: int, epochs: bool = False, job: str = "", exchange: str = "") -> Topology:
-    """Of 24 steps; or of two epochs of ten steps each. ``job``, ``exchange``: more settings of these sections."""
-    length, batch = ("epochs = 2", 2000) if epochs else (f"steps = {STEPS}", 128)
+def servers_topology(
+    staleness: str, *, servers: int, epochs: bool = False, count: int = 2, job: str = "", exchange: str = ""
+) -> Topology:
+    """Of 24 steps; or of ``count`` epochs of ten steps each. ``job``, ``exchange``: more settings of these sections."""
+    length, batch = (f"epochs = {count}", 2000) if epochs else (f"steps = {STEPS}", 128)
     text = SERVERS.format(staleness=staleness, length=length, batch=batch, job=job, servers=servers, exchange=exchange)
     return parse_topology(text)
 
