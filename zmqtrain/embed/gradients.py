@@ -1,7 +1,8 @@
 """Tensors for a parameter's ``grad`` that are not ordinary gradients.
 
 A gradient that is on its way to other workers is a `GoneGradient`: reading or changing it would come too late, so any use of it
-raises an error at the line that used it. A `WatchedGradient` is the gradient itself, and remembers that it was used.
+raises an error at the line that used it. One that is not summed over the workers yet is a `PartGradient`, for which the same holds,
+but that it may be dropped. A `WatchedGradient` is the gradient itself, and remembers that it was used.
 """
 
 from __future__ import annotations
@@ -46,10 +47,16 @@ GONE = (
     "given to session.replicate(): only the one that was given may make steps, in the whole session (its settings, in "
     "optimizer.param_groups, may change)"
 )
+PART = (
+    "this gradient is of batches within session.accumulating(), and is only this worker's part: gradients can be read and changed "
+    "after the last backward() of a step, which is outside of accumulating(). optimizer.zero_grad() drops it"
+)
 
 
 class GoneGradient(Tensor):
     """Has the shape of a gradient, and no elements."""
+
+    why = GONE
 
     @staticmethod
     def __new__(cls, like: Tensor) -> GoneGradient:
@@ -71,16 +78,25 @@ class GoneGradient(Tensor):
             raise TaskError(CONVERTED)
         if func in TAKES and args[1] is args[0]:
             return True
-        raise TaskError(GONE)
+        raise TaskError(cls.why)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise TaskError(GONE)
+        raise TaskError(cls.why)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return "<a gradient that is on its way to the other workers>"
+
+
+class PartGradient(GoneGradient):
+    """Stands for a gradient that is being added up on each worker by itself."""
+
+    why = PART
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "<a gradient that is not summed over the workers yet>"
 
 
 class Watch:

@@ -31,7 +31,7 @@ from torch.autograd.variable import Variable
 from torch.optim import Optimizer
 
 from zmqtrain.data.bridge import Bridge
-from zmqtrain.embed.gradients import MIXED, GoneGradient, Watch, WatchedGradient, plain
+from zmqtrain.embed.gradients import MIXED, GoneGradient, PartGradient, Watch, WatchedGradient, plain
 from zmqtrain.embed.guards import LOCAL, Guards, check_hooks, checksum, settings_of
 from zmqtrain.embed.loss_watch import Batches, LossWatch
 from zmqtrain.embed.other_loops import OtherLoops
@@ -148,6 +148,7 @@ class Replicated:
             if parameter.grad is not None:  # the caller's previous value
                 parameter.grad = parameter.grad.clone()
         replica.clears = False
+        replica.entering = self._entering
         others.came_late = replica.abort
         replica.connect(self._bucket_ready)
         self._hold(overlap is False or not self._decided)
@@ -293,8 +294,21 @@ class Replicated:
         self._bridge.check_thread("the forward of a replicated model")
         self._thread = threading.get_ident()
         self._adopt()
+        self._entering()
         if not self._leaving:
             self.replica.begin_step(self.step)
+
+    def _entering(self) -> None:
+        """A forward of the model, or of one of its layers, begins; perhaps a backward's, which computes something again."""
+        if self._in_backward:
+            return
+        if self._leaving:
+            raise TaskError(
+                "a forward between backward() and optimizer.step(), or after optimizer.step() was left out: the gradients have "
+                "been sent, and parameters that arrive are those of the next step. Put all backward() of a step but the last "
+                f"within session.accumulating(), and call a forward for another purpose after optimizer.step(); or {HOLD}"
+            )
+        self._asked |= self._backwards > 0
 
     def _adopt(self) -> None:
         """Let the user's hooks on parameters see whole gradients, as in one process."""
@@ -323,7 +337,7 @@ class Replicated:
             if not self.held:
                 self._begin_overlapped()
             elif not self._decided and not self._backwards:
-                self._asked |= any(each.grad is not None and bool(plain(each.grad).any()) for each in self.replica.parameters)
+                self._asked |= any(map(_is_nonzero, self.replica.parameters))
         if self.held:
             self._whole.arriving(name, parameter)
         elif parameter.grad is self._gone[name]:
@@ -406,6 +420,7 @@ class Replicated:
         def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
             with self._opened():
                 if self.held:
+                    self._whole.drop()
                     zero_before(set_to_none)
                 else:
                     self._zero_overlapped(set_to_none)
@@ -450,6 +465,7 @@ class Replicated:
             hold = self._wait(self._exchange(state), "optimizer.step()")
         finally:
             self.is_updating = False
+        self._leaving = False
         if self._returns:
             replica.take_all()
         now = self._bridge.loop.time()
@@ -457,7 +473,7 @@ class Replicated:
         self._made = 0
         self._began_s = now
         self.step += 1
-        self._backwards, self._adding, self._leaving, self._zeroed = 0, False, False, "no"
+        self._backwards, self._adding, self._zeroed = 0, False, "no"
         for name, gradient in own.items():
             replica.named[name].grad = gradient
         if not self._decided:
@@ -626,3 +642,9 @@ class Replicated:
         names = await differing_buffers(buffers, group, "session/buffers")
         if names and group.rank == 0:
             self._warn(buffers_warning(names))
+
+
+def _is_nonzero(parameter: nn.Parameter) -> bool:
+    """Whether the parameter has a gradient other than zero, of an earlier backward outside of accumulating()."""
+    gradient = parameter.grad
+    return gradient is not None and not isinstance(gradient, PartGradient) and bool(plain(gradient).any())

@@ -3,6 +3,9 @@
 Autograd adds each worker's own part to gradients. So before it adds, the old value of ``grad`` is put aside; at the end of the
 backward the new parts are summed over the workers, and the old value is restored with the sum added. ``grad`` is an ordinary
 tensor, which the user may read, change, keep or set to None.
+
+Within ``accumulating()`` nothing is summed yet, and ``grad`` is a `PartGradient`. If it is something else when the next backward
+reaches the parameter, the user has dropped what was added up (``zero_grad()``, ``grad = None``).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zmqtrain.embed.gradients import MIXED, Watch, WatchedGradient, plain
+from zmqtrain.embed.gradients import MIXED, PartGradient, Watch, WatchedGradient, plain
 from zmqtrain.embed.scope import Scope
 from zmqtrain.errors import TaskError
 from zmqtrain.train.hooks import OwnHook
@@ -51,6 +54,7 @@ class WholeGradients:
         self._among = [scope.group, *(bucket.sharers(scope.group) for bucket in replica.buckets)]
         self._before: dict[str, Tensor | None] = {}  # the value of grad before this backward reached the parameter
         self._own: dict[str, Tensor] = {}  # this worker's part, not summed yet
+        self._under: dict[str, Tensor | None] = {}  # the values of grad to which these will be added
         self._factor = 1.0  # the weight of this worker's part
         self._has = torch.zeros(len(self._names))
         self.watch: Watch | None = None
@@ -75,11 +79,14 @@ class WholeGradients:
 
     def end_backward(self, factor: float, *, only_adding: bool) -> None:
         """Call this at the end of a backward. ``factor``: the weight of this worker's part."""
+        named, before = self._replica.named, self._before
+        self._before = {}
+        for name in list(self._own):
+            if not isinstance(before[name] if name in before else named[name].grad, PartGradient):
+                del self._own[name], self._under[name]
         if self._own and factor != self._factor:
             raise TaskError(MIXED)
         self._factor = factor
-        named, before = self._replica.named, self._before
-        self._before = {}
         arrived = False
         for name, was in before.items():
             parameter = named[name]
@@ -92,10 +99,28 @@ class WholeGradients:
                     "backward(create_graph=True) leaves gradients with a graph, which is not shared between workers: use "
                     "torch.autograd.grad(..., create_graph=True) for values to differentiate again, and backward() without it"
                 )
-            self._own[name] = self._own[name].add_(gradient) if name in self._own else gradient
+            if name in self._own:
+                self._own[name].add_(gradient)
+                continue
+            self._own[name], self._under[name] = gradient, was
+            parameter.grad = PartGradient(parameter)
         if arrived and not only_adding:
             own, self._own = self._own, {}
+            self._put_back()
             self._sum(own, factor)
+
+    def drop(self) -> None:
+        """Forget what was added up within accumulating(). ``grad`` is what it was before that: zeros if it was None, because
+        there has been a gradient."""
+        self._own.clear()
+        self._put_back(zeros=True)
+
+    def _put_back(self, *, zeros: bool = False) -> None:
+        under, self._under = self._under, {}
+        for name, was in under.items():
+            parameter = self._replica.named[name]
+            if isinstance(parameter.grad, PartGradient):
+                parameter.grad = torch.zeros_like(parameter.detach()) if was is None and zeros else was
 
     def _sum(self, own: dict[str, Tensor], factor: float) -> None:
         replica, scope = self._replica, self._scope

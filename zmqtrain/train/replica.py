@@ -138,7 +138,7 @@ class TorchReplica:
             if type(module) is nn.Linear and id(module.weight) in places
         ]
         bucket_of = {id(named[name]): index for index, held in enumerate(self._held) for name in held.plan.names}
-        self._layers = Layers(model, bucket_of, self._take, overlap=settings.overlap)
+        self._layers = Layers(model, bucket_of, self._take_for_forward, overlap=settings.overlap)
         self._undo.append(self._layers.remove)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[Bucket], None] | None = None
@@ -173,6 +173,8 @@ class TorchReplica:
         """Whether the step's results may be used; see `zmqtrain.train.losses.StepLosses.sound`."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """The context in which the compute thread waits for parameters."""
+        self.entering: Callable[[], None] = nothing
+        """Called before a forward takes a bucket."""
         self.waited_s = 0.0
         """Seconds for which this step's forward and backward have waited for parameters: exposed communication."""
         self.update_s = 0.0
@@ -450,6 +452,10 @@ class TorchReplica:
         except BaseException as error:
             self.abort(error)  # otherwise the compute thread would wait for the full time-out
             raise
+
+    def _take_for_forward(self, index: int) -> None:
+        self.entering()
+        self._take(index)
 
     def _take(self, index: int) -> None:
         """Take the bucket; wait for it if the exchange has it."""

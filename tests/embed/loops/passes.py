@@ -35,6 +35,63 @@ def accumulating_clipped(loop: Loop) -> None:
         optimizer.step()
 
 
+@row("gradients accumulated within `session.accumulating()`, and dropped: `zero_grad()`, `p.grad = None`")
+def dropped(loop: Loop) -> None:
+    model, optimizer = loop.start()
+
+    def drop(step: int) -> None:
+        if step == 1:
+            for parameter in model.parameters():
+                parameter.grad = None
+        elif step == 2:
+            model.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=step != 3)
+
+    for step, (inputs, target) in enumerate(loop.batches()):
+        for _ in range(2):
+            drop(step)
+            with loop.accumulating():
+                cross_entropy(model(inputs[::2]), target[::2]).backward()
+        (cross_entropy(model(inputs[1::2]), target[1::2]) / 2).backward()
+        optimizer.step()
+
+
+@row("gradients read or changed within `session.accumulating()`", refused="only this worker's part")
+def read_while_accumulating(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    for inputs, target in loop.batches():
+        optimizer.zero_grad()
+        with loop.accumulating():
+            cross_entropy(model(inputs[::2]), target[::2]).backward()
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.5)
+        cross_entropy(model(inputs[1::2]), target[1::2]).backward()
+        optimizer.step()
+
+
+@row("forwards between `backward()` and `step()`, from the first steps on or with `overlap=False`")
+def forward_before_step(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    for inputs, target in loop.batches():
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        with torch.no_grad():
+            loop.seen.append(float(loop.mean(cross_entropy(model(inputs), target))))
+        optimizer.step()
+
+
+@row("forwards between `backward()` and `step()` later, without `overlap=False`", refused="a forward between backward")
+def late_forward_before_step(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    for step, (inputs, target) in enumerate(loop.batches()):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        if step > 2:
+            model[0](inputs)
+        optimizer.step()
+
+
 @row("gradients accumulated over several `backward()`")
 def accumulated(loop: Loop) -> None:
     model, optimizer = loop.start()
