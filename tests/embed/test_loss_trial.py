@@ -13,7 +13,7 @@ from tests.embed.world import run_sessions, topology_of
 from zmqtrain.embed.session import Session
 from zmqtrain.errors import TaskError
 from zmqtrain.train.loss_graph import not_a_mean
-from zmqtrain.train.loss_trial import Constants, constants_of, couples, rows_of
+from zmqtrain.train.loss_trial import Constants, Trials, constants_of, couples, rows_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 PAIR = topology_of(compute={"groups": 1, "group_size": 2})
@@ -279,3 +279,16 @@ def test_a_model_that_couples_samples_between_its_outputs_is_no_loss_that_does(e
         (outputs.mean(0).sum() * codes.mean(0).sum()),
     ]
     assert [couples(loss, both) for loss in coupled] == [True] * len(coupled)
+
+
+def test_a_loss_is_tried_at_first_and_ever_more_rarely_and_where_its_constants_are_new() -> None:
+    values = torch.ones(4, requires_grad=True)
+
+    def tried(divisors: list[int]) -> list[int]:
+        trials = Trials(3)
+        each = [values.sum() / torch.tensor(divisor) for divisor in divisors]
+        return [number for number, loss in enumerate(each, 1) if trials.due(loss, 4, read=True)]
+
+    assert tried([4] * 40) == [1, 2, 3, 4, 8, 16, 32]
+    assert tried([4] * 20 + [3] * 10 + [4] * 5 + [7] * 5) == [1, 2, 3, 4, 8, 16, 21, 32, 36]
+    assert len(tried(list(range(1, 1001)))) < 25

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,6 +77,20 @@ GRIDS: list[dict[str, Any]] = [
 
 
 WEIGHTS, IGNORED = nn.CrossEntropyLoss(weight=CLASSES), partial(cross_entropy, ignore_index=-100)
+
+
+def _by_hand(output: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(output, target, reduction="none").sum() / (target != -100).sum().clamp(min=1)
+
+
+#: Losses of one's own that leave out targets, or have class weights.
+NO_MEANS: dict[str, Any] = {
+    "weights": lambda output, target: cross_entropy(output, target, weight=CLASSES),
+    "ignored": lambda output, target: cross_entropy(output, target),
+    "smooth": lambda output, target: cross_entropy(output, target, label_smoothing=0.1),
+    "by hand": _by_hand,
+    "chosen": lambda output, target: cross_entropy(output[target >= 0], target[target >= 0]),
+}
 
 
 @pytest.mark.parametrize(
@@ -161,6 +176,29 @@ async def test_a_loss_that_is_no_mean_over_samples_is_refused_where_samples_are_
             await trained(loss, batch_size=8, **shape)
     await trained(loss, groups=1, group_size=1, batch_size=8)
     await trained(lambda output, target: (loss(output, target) * len(target), len(target)), groups=2, group_size=1, batch_size=8)
+
+
+@pytest.mark.parametrize("shape", [GRIDS[2], GRIDS[1]], ids=["rows", "columns"])
+@pytest.mark.parametrize("name", ["weights", "ignored", "by hand"])
+async def test_a_loss_that_is_no_mean_over_samples_is_refused_on_grids_where_samples_are_divided(
+    name: str, shape: dict[str, Any]
+) -> None:
+    with pytest.raises(TaskError, match="is not a mean over samples"):
+        await trained(NO_MEANS[name], ignored=name != "weights", **shape)
+
+
+@pytest.mark.parametrize("shape", [{"groups": 1, "group_size": 2, "batch_size": 16}, GRIDS[2]], ids=["workers", "grid"])
+@pytest.mark.parametrize("name", ["ignored", "smooth", "by hand", "chosen"])
+async def test_a_loss_that_is_no_mean_only_of_later_batches_is_refused_then(name: str, shape: dict[str, Any]) -> None:
+    inputs, target = data().tensors
+    target = target.clone()
+    target[64:] = data(ignored=True).tensors[1][64:]
+    recipe = Recipe(loss=NO_MEANS[name], train_data=TensorDataset(inputs, target), eval_data=None)
+    topology = topology_of(job={"steps": 6}, compute=shape, data={"shuffle": "none"}, exchange={"kind": "allreduce"})
+    result = await run(topology, recipe)
+    assert any(re.search("is not a mean over samples|elements for each sample", str(e)) for e in result.errors.values())
+    steps = [len(recorder.of("step")) for peer, recorder in result.recorders.items() if peer.startswith("worker")]
+    assert max(steps) == 4, "it trains on the samples whose targets all count"
 
 
 async def test_a_root_of_a_mean_is_no_mean() -> None:

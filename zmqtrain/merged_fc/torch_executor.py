@@ -22,6 +22,7 @@ from zmqtrain.merged_fc.queue import Applied, Turn
 from zmqtrain.train.alike import facts_of_loss
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
+from zmqtrain.train.loss_trial import Trials
 from zmqtrain.train.metrics import Metrics
 from zmqtrain.train.random_state import random_state, restore_random_state
 from zmqtrain.train.step import Precision, autocast
@@ -65,7 +66,7 @@ class TorchExecutor:
         self._unreached: dict[int, set[int]] = {}  # group -> the parameters that no backward of its step has reached
         self._changed: dict[int, Sequence[Mapping[str, Value] | None] | None] = {}  # group -> hyperparameters changed at its step
         self._now: Sequence[Mapping[str, Value] | None] | None = None
-        self._tries = LOSSES_TRIED
+        self._trials = Trials(LOSSES_TRIED)
         self._places: list[Tensor | None] = [None] * len(self._parameters)  # where the running backward may write
         number_of = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         for module in self._phase.modules():
@@ -103,8 +104,8 @@ class TorchExecutor:
                 loss = self._layers.loss(self._task.loss, output, target)
                 samples = sum(part.meta.samples for part in parts)
                 divides = meta.micro_batches > 1 or (self._settings.together and self._settings.groups > 1)
-                if divides and self._tries and samples > 1 and isinstance(loss, Tensor) and loss.numel() == 1:
-                    self._tries -= 1
+                looks = divides and samples > 1 and isinstance(loss, Tensor) and loss.numel() == 1
+                if looks and self._trials.due(loss, samples, read=loss.device.type == "cpu"):
                     require_mean(self._task.loss, output, target, samples, loss.detach())
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TaskError("Task.loss(output, target) must return the mean loss: a tensor of one element that requires a gradient")

@@ -172,14 +172,38 @@ def counts_of(loss: Tensor, samples: int) -> list[tuple[str, float]]:
     return [(kind, count) for kind, count in found if kind in ("mean", "Mean") and count == round(count)]
 
 
-def constants_of(loss: Tensor, samples: int | None, *, read: bool) -> list[tuple[str, float]]:
+class Trials:
+    """When a task's loss is tried on halves of its samples: in the first micro-batches, then in every one whose number is a power
+    of 2, and where its constants are others than in any trial before, since a mask, or targets that are left out, may come late.
+
+    A loss whose constants always differ (random weights) is tried ever more rarely."""
+
+    def __init__(self, first: int) -> None:
+        self._first, self._losses, self._pause, self._resumes = first, 0, 1, 0
+        self._seen: set[tuple[tuple[str, float], ...]] = set()
+
+    def due(self, loss: Tensor, samples: int, *, read: bool) -> bool:
+        """Whether to try this loss. ``read``: as for `constants_of`."""
+        self._losses += 1
+        number, constants = self._losses, tuple(constants_of(loss, samples, read=read, counted=True))
+        changed = number > self._first and number >= self._resumes and constants not in self._seen
+        if number > self._first and number & (number - 1) and not changed:
+            return False
+        if changed:
+            self._pause *= 2
+            self._resumes = number + self._pause
+        self._seen.add(constants)
+        return True
+
+
+def constants_of(loss: Tensor, samples: int | None, *, read: bool, counted: bool = False) -> list[tuple[str, float]]:
     """What of the loss must be the same on all workers, in the order of its graph.
 
     ``samples``: this worker's, by whose number counts are divided; ``None``: not known. ``read``: values that are on the device may
-    be read."""
+    be read. ``counted``: also the weight of targets that torch's losses have counted."""
     if loss.grad_fn is None or loss.numel() != 1:
         return []
-    walk = _Walk(samples, read=read)
+    walk = _Walk(samples, read=read, counted=counted)
     try:
         walk.visit(loss.grad_fn)
     except RuntimeError:  # a value has been changed in place, or the graph is gone: backward() will say so
@@ -188,8 +212,8 @@ def constants_of(loss: Tensor, samples: int | None, *, read: bool) -> list[tuple
 
 
 class _Walk:
-    def __init__(self, samples: int | None, *, read: bool) -> None:
-        self._samples, self._read, self._left = samples, read, MOST_NODES
+    def __init__(self, samples: int | None, *, read: bool, counted: bool) -> None:
+        self._samples, self._read, self._counted, self._left = samples, read, counted, MOST_NODES
         self.found: list[tuple[str, float]] = []
 
     def visit(self, node: Node | None) -> None:
@@ -221,6 +245,8 @@ class _Walk:
         if node._saved_reduction == MEAN:
             of = node._saved_target if kind_of(node).startswith("NllLoss") else node._saved_self
             self.found.append(("mean", self._count(of.numel())))
+            if self._counted and kind_of(node).startswith("NllLoss"):
+                self._keep("counted", node._saved_total_weight)
         for name in ("_saved_weight", "_saved_pos_weight"):
             weight = getattr(node, name, None)
             if weight is not None and weight.ndim < 2 and weight.shape[:1] != node._saved_self.shape[:1]:
@@ -249,4 +275,4 @@ class _Walk:
                 return
             if divisor := round(1 / total, 6):  # the inverse of the number of samples is a divisor, too
                 total = 1 / self._count(divisor)
-        self.found.append((kind, self._count(total) if kind == "divisor" else total))
+        self.found.append((kind, self._count(total) if kind in ("divisor", "counted") else total))

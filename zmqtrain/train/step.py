@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from zmqtrain.data.batch import Batch
+from zmqtrain.data.nested import leaves
 from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
+from zmqtrain.parallel.placed.tensor import Placed
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import DividedShare, share_of_model
-from zmqtrain.train.loss_trial import counts_of
+from zmqtrain.train.loss_trial import Trials, counts_of
 from zmqtrain.train.losses import Losses
 from zmqtrain.train.own_samples import require_unchanged, versions_of
 from zmqtrain.train.replica import TorchReplica
@@ -94,8 +96,7 @@ class TrainStep:
         self._models = False  # the model computes the loss
         self._watches = settings.shared  # the first forward
         self._divides = divides and weights is not None
-        # A divided model was compared with the ordinary one, whose loss is of the whole batch.
-        self._tries = LOSSES_TRIED if self._divides and not isinstance(self._share, DividedShare) else 0
+        self._trials = Trials(LOSSES_TRIED)
         self._weights_tried = 0
         self._counts: list[tuple[str, float]] = []  # of the last loss that was tried
         self._looked = settings.rank != 0 or not settings.blind  # whether unreached parameters have been checked
@@ -217,12 +218,16 @@ class TrainStep:
         if not self._models and of_model(loss, output):
             self._models = True
             require_none_ignored_by_model(part.target)
-        if self._tries and loss.numel() == 1:
-            self._tries -= 1
+        # Those of other workers of a grid would be needed to compute anything of an output that stays divided.
+        if loss.numel() != 1 or any(isinstance(leaf, Placed) for leaf in leaves(output)):
+            return
+        if self._trials.due(loss, part.samples, read=self._device.type == "cpu"):
             counts = [("samples", float(part.samples)), *counts_of(loss, part.samples)]
             self._counts = require_same_counts(self._counts, counts)
             looks = not self._models and require_mean(self._loss, output, part.target, part.samples, loss.detach())
-            if part.samples > 1 and (not looks or depends_beside_rows(loss, output, part.samples)):
+            # A divided model's whole forward would need all workers of the grid; it was compared with the ordinary one's.
+            alone = not isinstance(self._share, DividedShare)
+            if alone and part.samples > 1 and (not looks or depends_beside_rows(loss, output, part.samples)):
                 require_mean_of_model(self._loss, part, self._replica.model, itself=not looks)
 
 

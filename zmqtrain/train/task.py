@@ -52,8 +52,8 @@ class Task:
     loss: Measure
     """``loss(output, target)``: the *mean* loss over the samples that it is given. If samples have different weights, the pair
     ``(sum, weight)``: the sum of the weighted losses, and that of the weights. torch's cross-entropy with class weights is divided
-    in this way automatically. Where the samples of a step are divided, the first steps compute it of halves, too, and refuse it if
-    it is no mean."""
+    in this way automatically. Where the samples of a step are divided, the first steps, and some later ones, compute it of halves,
+    too, and refuse it if it is no mean."""
     optimizer: Callable[[list[nn.Parameter]], Optimizer]
     """Builds the optimizer from the model's parameters that require a gradient, in the order of ``model.parameters()``: frozen ones
     are not among them. It may divide them into several parameter groups."""
