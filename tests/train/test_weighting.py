@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset, default_collate
 
+from tests.data.test_nested import output_of
 from tests.train.world import Recipe, network_of, run, topology_of
 from zmqtrain.errors import TaskError
 from zmqtrain.train.weighting import ClassWeighted, require_mean, rows_counted, taken_apart
@@ -199,6 +200,37 @@ async def test_a_loss_that_is_no_mean_only_of_later_batches_is_refused_then(name
     assert any(re.search("is not a mean over samples|elements for each sample", str(e)) for e in result.errors.values())
     steps = [len(recorder.of("step")) for peer, recorder in result.recorders.items() if peer.startswith("worker")]
     assert max(steps) == 4, "it trains on the samples whose targets all count"
+
+
+class Named(nn.Module):
+    """Returns more than the scores, as transformers' models do: a cache, the states of layers, a statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network_of()
+
+    def forward(self, inputs: Tensor) -> Any:
+        scores = self.network(inputs)
+        return output_of(scores=scores, cache=object(), states=(inputs, scores), usage=scores.detach().mean(0))
+
+
+async def test_a_loss_of_a_part_of_the_output_is_tried_whatever_else_the_model_returns() -> None:
+    async def left_out(loss: Any, *, ignored: bool) -> list[Any]:
+        recipe = Recipe(model=Named, loss=loss, train_data=data(), eval_data=data(ignored), metrics={})
+        shape = {"groups": 2, "group_size": 1, "batch_size": 8}
+        result = await run(topology_of(compute=shape, job={"steps": 2}, exchange={"kind": "allreduce"}), recipe)
+        if result.errors:
+            raise next(iter(result.errors.values()))
+        events = [event for recorder in result.recorders.values() for event in recorder.of("warning")]
+        return [event["text"] for event in events if "is left out" in event["text"]]
+
+    def plain(output: Any, target: Tensor) -> Tensor:
+        return cross_entropy(output.scores, target)
+
+    assert not await left_out(plain, ignored=False)
+    assert await left_out(plain, ignored=True)
+    with pytest.raises(TaskError, match="is not a mean over samples"):
+        await left_out(lambda output, target: cross_entropy(output.scores, target, weight=CLASSES), ignored=False)
 
 
 async def test_a_root_of_a_mean_is_no_mean() -> None:

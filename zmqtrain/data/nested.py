@@ -41,21 +41,26 @@ def moved(part: Any, device: torch.device) -> Any:
     return mapped(part, lambda tensor: tensor.to(device, non_blocking=True), lambda leaf: _to(leaf, device))
 
 
-def rows(part: Any, which: slice | list[int], samples: int, *, fields: bool = False) -> Any:
+def rows(part: Any, which: slice | list[int], samples: int, *, fields: bool = False, lenient: bool = False) -> Any:
     """Some samples of a structure that holds ``samples`` samples; tensors are views, of a slice.
 
     Tensors and arrays are divided along their first dimension, and so are lists with one entry per sample. Numbers and strings
     belong to the whole batch. Raises `TaskError` for anything else, of which it is not known what belongs to which sample.
-    ``fields``: a tuple that might have one entry per sample has fields of all samples.
+    ``fields``: a tuple that might have one entry per sample has fields of all samples. ``lenient``: what is not known to be
+    divided by samples stays whole.
     """
     if isinstance(part, PLAIN):
         return part
     if isinstance(part, Tensor | np.ndarray):
         if part.ndim and part.shape[0] != samples:
+            if lenient:
+                return part
             raise _uncertain(f"a {_kind(part)} of shape {list(part.shape)}", samples)
         return part[which] if part.ndim else part
     children = _children(part)
     if children is None:
+        if lenient:
+            return part
         raise _uncertain(typed(part), samples)
     if isinstance(part, tuple | list) and not hasattr(part, "_fields") and len(part) == samples:
         arrays = [leaf for leaf in leaves(part) if isinstance(leaf, Tensor | np.ndarray)]
@@ -63,7 +68,7 @@ def rows(part: Any, which: slice | list[int], samples: int, *, fields: bool = Fa
             return part[which] if isinstance(which, slice) else type(part)(part[each] for each in which)  # one entry per sample
         if samples > 1 and not (fields and isinstance(part, tuple)):
             raise _uncertain(f"{typed(part)} of {samples} entries, which may be one per sample, or fields of all samples", samples)
-    return _rebuilt(part, [rows(child, which, samples, fields=fields) for child in children])
+    return _rebuilt(part, [rows(child, which, samples, fields=fields, lenient=lenient) for child in children])
 
 
 def _uncertain(what: str, samples: int) -> TaskError:
@@ -111,5 +116,6 @@ def _mapping(part: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(part) is dict or not isinstance(part, MutableMapping):
         return items
     alike = copy.copy(part)  # keeps what its class has besides the items
-    alike.update(items)
+    for key, value in items.items():  # outputs of transformers' models have no update()
+        alike[key] = value
     return alike

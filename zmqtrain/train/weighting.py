@@ -285,21 +285,24 @@ def tried_on_halves(
     parts: list[slice | list[int]] = [slice(0, half) if half else every, slice(half, samples), every, every]
     again_and_again = [*range(samples)] * _times(samples)
 
+    def cut(of_all: tuple[Any, Any], which: slice | list[int]) -> Iterator[Any]:
+        output, target = of_all
+        # Models return more than a loss looks at: caches, states of all layers, statistics.
+        yield rows(output, which, samples, fields=True, lenient=True)
+        yield rows(target, which, samples, fields=True)
+
     def tried(convert: Callable[[Any], Any], *, rounded: bool) -> Halves | None:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
             try:
                 copied, converted = _apart(measure), (convert(output), convert(target))
                 # What counts its calls is in the same state for each, and in another one for the last.
                 copies = (_apart(measure), _apart(measure), copied, copied)
-                found = [
-                    of(each(*(rows(one, part, samples, fields=True) for one in converted)))
-                    for each, part in zip(copies, parts, strict=True)
-                ]
+                found = [of(each(*cut(converted, part))) for each, part in zip(copies, parts, strict=True)]
                 first, second, whole, again = map(float, found)
             except Exception:  # noqa: BLE001 - a whole batch has given a value, and that is all that is asked of it
                 return None
             try:
-                repeated = float(of(_apart(measure)(*(rows(one, again_and_again, samples, fields=True) for one in converted))))
+                repeated = float(of(_apart(measure)(*cut(converted, again_and_again))))
             except Exception:  # noqa: BLE001 - as above
                 repeated = None
         return Halves(samples, half, whole, first, second, again, repeated, 5e-2 if rounded else max(map(_tolerance, found)))
