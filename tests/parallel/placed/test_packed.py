@@ -102,6 +102,11 @@ def test_packed_projections_are_the_layer(way: str, linear: Callable[[int, int],
 
 
 @pytest.mark.parametrize("linear", [nn.Linear, Conv1D])
+def test_a_layer_with_fewer_heads_than_rows_is_divided_as_any_other(linear: Callable[[int, int], nn.Module]) -> None:
+    compare(lambda: made("split", linear), Training(words()), "model", f"{HEADS + 1}x1")
+
+
+@pytest.mark.parametrize("linear", [nn.Linear, Conv1D])
 def test_attention_costs_one_sum(linear: Callable[[int, int], nn.Module]) -> None:
     def run(fabric: ThreadFabric) -> dict[str, torch.Size]:
         parallel = parallelize(made("split", linear), Grid(2, 1), fabric=fabric)

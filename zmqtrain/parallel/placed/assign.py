@@ -250,12 +250,13 @@ class _Assigning:
         """A linear layer with a weight of (inputs, outputs), which its own forward computes, or one that makes several activations,
         of which each is divided."""
         divisions, by_inputs = self._paired(name, own), name in self._pairs and self._pairs[name].by == "inputs"
-        if divisions is None:
+        packs = 1 if divisions is None else self._pairs[name].packs
+        if divisions is None:  # also of a pair that has fewer heads than there are rows
             shape = sizes(module)
             assert shape is not None
             divisions, by_inputs = Site(name, own.grid, self._fabric).divide(shape[1], "outputs"), False
         rank, grid, pieces, found = self._fabric.rank, own.grid, one_range(divisions), {}
-        packs, outputs = self._pairs[name].packs if name in self._pairs else 1, int(transposed(module))
+        outputs = int(transposed(module))
         if packs > 1:
             width = divisions[-1][1]
             pieces = tuple(tuple((start + n * width, stop + n * width) for n in range(packs)) for start, stop in divisions)
