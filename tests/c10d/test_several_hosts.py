@@ -129,6 +129,20 @@ def test_a_rank_that_leaves_before_its_first_operation_is_missed() -> None:
     other.shutdown()
 
 
+def test_a_rank_of_another_host_whose_process_has_ended_is_lost_at_once() -> None:
+    """Not only after the time for which a host that does not answer is waited for."""
+    one, other = groups_of(2, hosts="ab")
+    late = other.allreduce([torch.ones(3)])
+    receiving = other.recv([torch.ones(3)], 0, 5)
+    transport: Any = one._transport
+    transport._network.call(transport._node._transport.close())  # as by a signal: without a word
+    for handle in (late, receiving):
+        with pytest.raises(PeerLostError, match=r"lost rank 0 while waiting for .*: its process has ended: nobody listens"):
+            handle.wait()
+    for group in (one, other):
+        group.abort()
+
+
 def test_ranks_of_other_hosts_are_told_who_is_lost() -> None:
     """Ranks 1 and 3 compare their calls, so rank 3 does not notice the end of rank 0 itself."""
     groups = groups_of(4, hosts="aabb")

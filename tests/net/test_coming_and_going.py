@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.net.payloads import content, tensor
-from tests.net.worlds import World
+from tests.net.worlds import PacedWorld, World
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, ZmqTrainError
 from zmqtrain.net.settings import KIB, MIB
 from zmqtrain.wire.value import ValuePayload
@@ -109,6 +109,44 @@ async def test_a_peer_that_vanishes_ends_every_wait_for_it(world: World) -> None
     assert losses == ["b"]
     await c.send("a", ("x",), ValuePayload(2))
     assert (await a.receive("c", ("x",))).meta == 2
+
+
+async def test_a_process_that_has_ended_is_lost_soon_where_none_takes_its_place(world: World) -> None:
+    a, b = await world.pair(lost_s=20.0, gone_s=0.05)
+    await b.send("a", ("x",), ValuePayload(1))
+    waiting = asyncio.create_task(a.receive("b", ("never",)))
+    assert (await a.receive("b", ("x",))).meta == 1
+    if world.name == "simulated":
+        pytest.skip("a simulated host never says that nobody listens")
+    await world.kill(b)
+    with pytest.raises(PeerLostError, match=r"lost b while waiting for .*never.*: its process has ended: nobody listens any more"):
+        await waiting
+
+
+async def test_a_broken_connection_is_no_loss_while_somebody_listens(world: World) -> None:
+    if isinstance(world, PacedWorld):
+        pytest.skip("its connections are those of the network below")
+    a, b = await world.fragile_pair(lost_s=20.0, gone_s=0.0)
+    for n in range(20):
+        receiving = asyncio.create_task(a.receive("b", ("x",)))
+        await b.send("a", ("x",), ValuePayload(n))
+        world.cut()
+        assert (await receiving).meta == n
+
+
+async def test_who_leaves_in_good_order_is_not_taken_for_one_that_has_ended(world: World) -> None:
+    a, b = await world.pair(lost_s=20.0, gone_s=2.0)
+    losses: list[str] = []
+    a.on_lost(lambda peer, _: losses.append(peer))
+    await b.send("a", ("x",), tensor(1, 100_000))
+    waiting = asyncio.create_task(a.receive("b", ("never",)))
+    receiving = asyncio.create_task(a.receive("b", ("x",)))
+    await b.finish(timeout=5.0)
+    await b.close()
+    with pytest.raises(PeerLostError, match="has finished"):
+        await waiting
+    assert content(await receiving) == 1
+    assert losses == []
 
 
 async def test_forget_ends_the_waits_at_once(world: World) -> None:

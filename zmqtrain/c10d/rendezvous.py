@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.c10d.notices import SETTING, Notices
 from zmqtrain.c10d.one_host import OneHost
-from zmqtrain.c10d.several_hosts import ACK_S, CHUNK_BYTES, EAGER_BYTES, NetworkThread, SeveralHosts
+from zmqtrain.c10d.several_hosts import ACK_S, CHUNK_BYTES, EAGER_BYTES, GONE_S, NetworkThread, SeveralHosts
 from zmqtrain.c10d.transport import RankTransport
 from zmqtrain.errors import UsageError
 from zmqtrain.membership.environment import BIND, ENCRYPTED_IO_THREADS, PORTS, ports_in
@@ -66,7 +66,7 @@ def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta
     network = NetworkThread()
     try:
         settings = settings_here(notices.run_token, timeout_s, store, encrypted=encrypted)
-        settings = replace(settings, ack_s=ACK_S, ack_with_bytes=EAGER_BYTES)
+        settings = replace(settings, ack_s=ACK_S, ack_with_bytes=EAGER_BYTES, gone_s=GONE_S)
         if not encrypted:
             settings = replace(settings, chunk_bytes=CHUNK_BYTES)
         node = network.call(_open(names[rank], settings))

@@ -55,6 +55,7 @@ class Link:
         "_busy_at",
         "_busy_s",
         "_down_at",
+        "_gone_at",
         "_lent",
         "_notices",
         "_open",
@@ -116,6 +117,7 @@ class Link:
         self._unannounced_bytes = 0
         self._unannounced_pieces = 0
         self._down_at = now
+        self._gone_at: float | None = None  # when it was last known to have ended, or heard of since
         self._progress_at: list[float] = [now, now]
         self._arrived_bytes, self._busy_s, self._busy_at = 0, 0.0, now  # of the bulk lane
 
@@ -141,6 +143,7 @@ class Link:
     def link_up(self, now: float) -> None:
         """The transport has a connection: greet over it, and find out what was lost with the previous one."""
         self.up = True
+        self._gone_at = None
         self.handshake.link_up(now)
         self._progress_at = [now - self.settings.probe_s, now - self.settings.probe_s]
         # The last grant of credit may have been lost with the previous connection, and a peer without credit cannot ask for it.
@@ -151,6 +154,11 @@ class Link:
             self.up = False
             self._down_at = now
             self.handshake.link_down()
+
+    def gone(self, now: float) -> None:
+        """Nobody listens any more where the peer did. What it has sent before, a farewell perhaps, may still arrive."""
+        if not self.up and self._gone_at is None and self.settings.gone_s is not None:
+            self._gone_at = now
 
     # Time
 
@@ -164,16 +172,20 @@ class Link:
         if self.state is State.OPEN:
             if not self.up:
                 times.append(self._down_at + self.settings.lost_s)
+                if self._gone_at is not None and self.settings.gone_s is not None:
+                    times.append(self._gone_at + self.settings.gone_s)
             else:
                 times.extend(self._progress_at[lane] + self.settings.probe_s for lane in LANES if self._silent(lane))
         return min(times, default=None)
 
     def tick(self, now: float) -> str | None:
-        """Do what is due. Returns why the link is to be closed (``"connect"``, ``"lost"`` or ``"unanswered"``), or None if it is
-        not."""
+        """Do what is due. Returns why the link is to be closed (``"connect"``, ``"gone"``, ``"lost"`` or ``"unanswered"``), or None
+        if it is not."""
         settings = self.settings
         if self.state is State.GREETING and self.handshake.late(now):
             return "connect"
+        if self._gone_at is not None and settings.gone_s is not None and now >= self._gone_at + settings.gone_s:
+            return "gone" if self.state is State.OPEN else None
         if self.state is State.OPEN and not self.up and now >= self._down_at + settings.lost_s:
             return "lost"
         if self.state is State.OPEN and self.handshake.unanswered(now):
@@ -307,6 +319,8 @@ class Link:
 
         Raises `WireError` for a message that a correct peer never sends.
         """
+        if self._gone_at is not None:
+            self._gone_at = now
         flags = header.flags
         if flags:
             check_flags(header.kind, flags)

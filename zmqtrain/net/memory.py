@@ -66,7 +66,7 @@ class MemoryNetwork:
         if self._transports.get(transport.peer) is transport:
             del self._transports[transport.peer]
             for other in list(self._transports.values()):
-                other.cut(transport.peer)
+                other.cut(transport.peer, gone=True)
 
     def _cut(self, pair: frozenset[PeerId]) -> None:
         for peer in pair:
@@ -172,21 +172,23 @@ class MemoryTransport:
                 connection.up = True
                 self._loop.call_soon(self._link_up, peer, connection)
 
-    def cut(self, destination: PeerId) -> None:
-        """The destination has gone, or the path to it."""
+    def cut(self, destination: PeerId, *, gone: bool = False) -> None:
+        """The destination has gone, or only the path to it."""
         for peer, connection in list(self._connections.items()):
             if connection.destination == destination and connection.up:
                 connection.up = False
                 self._connections[peer] = _Connection(destination, connection.route)
-                self._loop.call_soon(self._link_down, peer)
+                self._loop.call_soon(self._link_down, peer, gone)
 
     def _link_up(self, peer: PeerId, connection: _Connection) -> None:
         if self._receiver is not None and self._connections.get(peer) is connection:
             self._receiver.on_link_up(peer)
 
-    def _link_down(self, peer: PeerId) -> None:
+    def _link_down(self, peer: PeerId, gone: bool) -> None:
         if self._receiver is not None:
             self._receiver.on_link_down(peer)
+            if gone:
+                self._receiver.on_gone(peer)
 
     def _arrive(self, connection: _Connection, lane: int, frames: Frames) -> None:
         destination = self._network._reach(self.peer, connection.destination)

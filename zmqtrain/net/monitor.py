@@ -18,6 +18,7 @@ PAUSE_S = 0.25
 _numbers = count()
 _EVENT = struct.Struct("=Hi")
 _SUCCEEDED, _ACCEPTED, _DISCONNECTED = map(int, (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED))
+_CLOSED = int(zmq.EVENT_CLOSED)
 #: Handshake errors of a server and a client that disagree about encryption.
 _MISMATCH = int(zmq.Event.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _CRYPTOGRAPHIC = int(zmq.Event.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
@@ -78,7 +79,8 @@ class Monitor:
 
 class CallMonitor:
     """Reports changes of a DEALER's connection: ``changed(up)``, and ``failed(trouble, over)`` if the handshake fails;
-    no ``trouble``: for a reason that this end does not see. ``over``: ZeroMQ does not try again."""
+    no ``trouble``: for a reason that this end does not see. ``over``: ZeroMQ does not try again. ``missed()``: there was nothing to
+    shake hands with."""
 
     def __init__(
         self,
@@ -88,11 +90,14 @@ class CallMonitor:
         encrypted: bool,
         changed: Callable[[bool], None],
         failed: Callable[[Trouble | None, bool], None],
+        missed: Callable[[], None] | None = None,
     ) -> None:
-        self._encrypted, self._changed, self._failed = encrypted, changed, failed
+        self._encrypted, self._changed, self._failed, self._missed = encrypted, changed, failed, missed
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         events |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        if missed is not None:
+            events |= zmq.EVENT_CLOSED
         self._monitor = Monitor(loop, dealer, events, self._heard)
 
     def _heard(self, events: list[tuple[int, int]]) -> None:
@@ -102,6 +107,9 @@ class CallMonitor:
     def _hear(self, event: int, value: int) -> None:
         if event in (_SUCCEEDED, _DISCONNECTED):
             self._changed(event == _SUCCEEDED)
+        elif event == _CLOSED:
+            if self._missed is not None:
+                self._missed()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._failed(Trouble.UNLISTED, True)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:

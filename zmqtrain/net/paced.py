@@ -188,6 +188,10 @@ class _Ear:
         if self.open:
             self._receiver.on_link_down(peer)
 
+    def on_gone(self, peer: PeerId) -> None:
+        if self.open:
+            self._receiver.on_gone(peer)
+
     def on_trouble(self, peer: PeerId, trouble: Trouble | None) -> None:
         if self.open:
             self._receiver.on_trouble(peer, trouble)

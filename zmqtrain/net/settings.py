@@ -55,6 +55,9 @@ class NetSettings:
     """The time before an unanswered greeting is repeated; it doubles up to eight times this value."""
     lost_s: float = 10.0
     """A peer is lost if its link stays down for this time."""
+    gone_s: float | None = None
+    """A peer whose connection broke, and where nobody listens any more, is lost after this time without a message of it: its
+    process has ended. ``None``: after ``lost_s``, as if its host had vanished; another process may take its place."""
     probe_s: float = 1.0
     """If nothing was acknowledged for this time, the peer is asked how far it got."""
     ack_s: float = 0.001

@@ -256,6 +256,12 @@ class Switchboard:
             link.link_down(self._loop.time())
             self._arm(link)
 
+    def on_gone(self, peer: PeerId) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            link.gone(self._loop.time())
+            self._arm(link)
+
     def on_trouble(self, peer: PeerId, trouble: Trouble | None) -> None:
         link, identity = self._links.get(peer), self._settings.identity
         trouble = trouble or self._troubles.of(peer)
@@ -534,6 +540,8 @@ class Switchboard:
             elif due == "lost":
                 reason = f"no connection for {settings.lost_s:g} s: it stands still, or nothing gets through"
                 self._end(link, endings.lost(link.peer, reason))
+            elif due == "gone":
+                self._end(link, endings.lost(link.peer, "its process has ended: nobody listens any more where it did"))
             elif due == "unanswered":
                 self._end(link, endings.lost(link.peer, f"it has not answered a greeting for {settings.greet_s:g} s"))
             elif link.state is not State.CLOSED:

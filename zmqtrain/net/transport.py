@@ -25,6 +25,9 @@ class Receiver(Protocol):
     def on_link_down(self, peer: PeerId) -> None:
         """The connection broke; the transport tries to renew it until `Transport.disconnect`."""
 
+    def on_gone(self, peer: PeerId) -> None:
+        """The connection broke, and nobody listens any more where the peer did. Not every transport finds out."""
+
     def on_trouble(self, peer: PeerId, trouble: Trouble | None) -> None:
         """An attempt to connect to the peer failed for this reason, or for one that this end did not see; the transport keeps
         trying."""

@@ -24,6 +24,7 @@ import zmq
 from zmqtrain.errors import HostLimitError, PortInUseError
 from zmqtrain.net.address import key_in, split_address, with_key, without_key
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.knock import nobody_listens
 from zmqtrain.net.loop import dilation_of
 from zmqtrain.net.monitor import CallMonitor
 from zmqtrain.net.node import Node
@@ -188,6 +189,10 @@ class ZeroMQTransport:
         if self._receiver is not None and self._wires.get(peer) is wire:
             self._receiver.on_link_down(peer)
 
+    def gone(self, peer: PeerId, wire: _Wire) -> None:
+        if self._receiver is not None and self._wires.get(peer) is wire:
+            self._receiver.on_gone(peer)
+
     def trouble(self, peer: PeerId, wire: _Wire, trouble: Trouble | None) -> None:
         if self._receiver is not None and self._wires.get(peer) is wire:
             self._receiver.on_trouble(peer, trouble)
@@ -316,6 +321,8 @@ class _Wire:
         self._pause_s = LEAST_PAUSE_S
         self._up: dict[int, bool] = {}
         self._was_up = False
+        self._broke = False  # there was a connection, and there is none
+        self._knocking: asyncio.Task[bool] | None = None
         self._closed = False
         self._open(CONTROL)
 
@@ -339,6 +346,8 @@ class _Wire:
         self._closed = True
         for timer in self._again.values():
             timer.cancel()
+        if self._knocking is not None:
+            self._knocking.cancel()
         for lane in list(self._dealers):
             self._drop(lane, linger_ms)
 
@@ -358,6 +367,7 @@ class _Wire:
                 encrypted=transport.identity is not None,
                 changed=lambda up: self._changed(lane, up),
                 failed=lambda trouble, over: self._failed(lane, trouble, over),
+                missed=None if transport._settings.gone_s is None else self._knock,
             )
             return self._monitors[lane]
 
@@ -374,10 +384,10 @@ class _Wire:
         again = up and self._up[lane]
         self._up[lane] = up
         if not up and self._was_up:
-            self._was_up = False
+            self._was_up, self._broke = False, True
             self._transport.down(self._peer, self)
         elif all(self._up.values()) and (not self._was_up or again):
-            self._was_up = True
+            self._was_up, self._broke = True, False
             self._pause_s = LEAST_PAUSE_S
             self._transport.up(self._peer, self)
 
@@ -390,6 +400,19 @@ class _Wire:
             self._again[lane] = self._transport._loop.call_later(self._pause_s, self._reopen, lane)
             self._pause_s = min(2 * self._pause_s, MOST_PAUSE_S)
         self._transport.trouble(self._peer, self, trouble)
+
+    def _knock(self) -> None:
+        """ZeroMQ could not connect again, but does not say why: find out whether anybody listens there. Not before: whoever listens
+        logs the call of a stranger."""
+        if not self._broke or self._knocking is not None or self._closed:
+            return
+        self._knocking = self._transport._loop.create_task(nobody_listens(split_address(self._address)[CONTROL]))
+        self._knocking.add_done_callback(self._knocked)
+
+    def _knocked(self, knocking: asyncio.Task[bool]) -> None:
+        self._knocking = None
+        if not knocking.cancelled() and knocking.result() and self._broke:
+            self._transport.gone(self._peer, self)
 
     def _reopen(self, lane: int) -> None:
         del self._again[lane]
