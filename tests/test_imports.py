@@ -43,6 +43,14 @@ def test_what_starts_at_once_does_not_import_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_process_group_needs_no_schema_of_topology_files() -> None:
+    """Each rank imports what it is made of when it begins."""
+    code = "import sys, zmqtrain.c10d.process_group, zmqtrain.c10d.rendezvous\nprint('pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"
+
+
 def test_a_launch_forks_before_it_imports_what_only_the_launcher_needs() -> None:
     """The processes that it forks import torch meanwhile."""
     code = """

@@ -25,7 +25,7 @@ from zmqtrain.net.node import Node
 from zmqtrain.net.routes import own_address
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.zeromq import open_zeromq
-from zmqtrain.topology.hosts import is_loopback
+from zmqtrain.topology.loopback import is_loopback
 
 #: The variable with the address at which other hosts find this rank; by default, that of the interface towards the store.
 ADDRESS = "ZMQTRAIN_HOST"

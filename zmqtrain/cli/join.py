@@ -15,7 +15,7 @@ from zmqtrain.launcher.agent import main as start_agent
 from zmqtrain.launcher.asked import ask
 from zmqtrain.membership.environment import COORDINATOR_ADDRESS, HOST
 from zmqtrain.observe.run_directory import find_run, training_of
-from zmqtrain.topology.hosts import is_loopback
+from zmqtrain.topology.loopback import is_loopback
 
 
 def run_join(name: str, *, show: bool) -> int:

@@ -39,7 +39,7 @@ from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.run.assembly import coordinator_settings
-from zmqtrain.topology.hosts import is_loopback
+from zmqtrain.topology.loopback import is_loopback
 from zmqtrain.topology.schema import Host, Topology
 
 

@@ -46,7 +46,7 @@ from zmqtrain.run.record import RunRecord
 from zmqtrain.run.report import headline
 from zmqtrain.run.resumed import changed_since
 from zmqtrain.topology.cautions import cautions
-from zmqtrain.topology.hosts import is_loopback
+from zmqtrain.topology.loopback import is_loopback
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
 from zmqtrain.train.checkpoint.folder import find_checkpoints, step_of

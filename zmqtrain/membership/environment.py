@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import UsageError
@@ -13,8 +14,10 @@ from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.shaping import SHAPING, Shaping
-from zmqtrain.topology.placement import Placement, RolePlacement
 from zmqtrain.topology.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from zmqtrain.topology.placement import Placement, RolePlacement
 
 PEER = "ZMQTRAIN_PEER"
 COORDINATOR_ADDRESS = "ZMQTRAIN_COORDINATOR"

@@ -12,9 +12,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from zmqtrain.processors import processors
 from zmqtrain.topology import ranges
 from zmqtrain.topology.login import SshLogin
+from zmqtrain.topology.loopback import LOCAL_ADDRESSES
 from zmqtrain.topology.section import Section, Texts, _tuple
 
-LOCAL_ADDRESSES = ("127.0.0.1", "localhost", "::1")
 LONGEST_NAME = 64
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -62,14 +62,6 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
         if name.startswith("ZMQTRAIN_"):
             raise ValueError(f"contains {name}, which zmqtrain sets itself: remove it")
     return values
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address, or every address of a range, is a loopback address. Names are not looked up."""
-    try:
-        return ip_address(ranges.last(address)).is_loopback
-    except ValueError:
-        return address in LOCAL_ADDRESSES or address.endswith(".localhost")
 
 
 class Host(Section):

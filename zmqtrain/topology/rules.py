@@ -10,8 +10,8 @@ from zmqtrain.topology.broken_rule import BrokenRule, Path, rule
 from zmqtrain.topology.compute import rows_and_columns
 from zmqtrain.topology.elastic import why_it_is_not, why_not_elastic
 from zmqtrain.topology.fault_rules import fault_rules, simulation_rules
-from zmqtrain.topology.hosts import is_loopback
 from zmqtrain.topology.known_hosts import KnownHosts
+from zmqtrain.topology.loopback import is_loopback
 from zmqtrain.topology.network_rules import network_rules
 from zmqtrain.topology.ranges import MOST_HOSTS, count
 from zmqtrain.words import counted

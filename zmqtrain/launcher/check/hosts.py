@@ -9,7 +9,7 @@ from zmqtrain.exchange.momentum import expected_staleness
 from zmqtrain.launcher.check.file import Finding
 from zmqtrain.launcher.preflight import HostReport, PreflightReport, WayReport
 from zmqtrain.launcher.ssh.inspection import public_version
-from zmqtrain.topology.hosts import is_loopback
+from zmqtrain.topology.loopback import is_loopback
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.rounded import rounded_rate, rounded_size, rounded_time
 from zmqtrain.topology.schema import Topology

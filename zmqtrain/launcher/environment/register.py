@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.environment.node_description import NodeDescription
-from zmqtrain.topology.hosts import LONGEST_NAME, is_loopback
+from zmqtrain.topology.hosts import LONGEST_NAME
+from zmqtrain.topology.loopback import is_loopback
 from zmqtrain.topology.schema import Host
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")

@@ -28,7 +28,7 @@ from zmqtrain.launcher.environment.node_description import NodeDescription
 from zmqtrain.launcher.environment.register import OccupiedError, Register
 from zmqtrain.launcher.environment.sealed import MOST_BYTES, Seal
 from zmqtrain.launcher.ssh.inspection import faults_of_versions, own_versions
-from zmqtrain.topology.hosts import is_loopback
+from zmqtrain.topology.loopback import is_loopback
 from zmqtrain.world import random_bits
 
 #: Seconds that a node may take after connecting to prove that it has the token.
