@@ -106,6 +106,28 @@ def test_a_program_may_resize_the_storage_of_what_was_received_and_sent(hosts: s
         group.shutdown()
 
 
+@pytest.mark.parametrize("hosts", ["ab", "aabb"])
+def test_messages_travel_while_a_collective_is_called(hosts: str) -> None:
+    """They are sent in threads of their own."""
+    groups = groups_of(len(hosts), hosts=hosts)
+
+    def work(group: ZmqProcessGroup) -> None:
+        rank, size = group.rank(), group.size()
+        for step in range(30):
+            tensor, received = content(rank + step, 10), torch.empty(10)
+            handles = [group.allreduce([tensor])]
+            handles += [group.send([content(rank + step, 10)], (rank + 1) % size), group.recv([received], (rank - 1) % size)]
+            for handle in handles:
+                handle.wait()
+            assert torch.equal(tensor, sum(content(other + step, 10) for other in range(size)))
+            assert torch.equal(received, content((rank - 1) % size + step, 10))
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        list(pool.map(work, groups))
+    for group in groups:
+        group.shutdown()
+
+
 def test_a_process_that_ends_lets_arrive_what_it_has_sent() -> None:
     """Its program has not destroyed the group. Others that wait for it later hear of its end at once."""
     one, other = groups_of(2, hosts="ab")

@@ -244,7 +244,7 @@ class SeveralHosts:
         self._call(None if self._begun is not None else barrier(self._all_ranks, self._tag()), what)
 
     def send(self, to: int, tag: int, flat: Tensor, what: str) -> None:
-        self._call(self._unless_lost(to, self._send(to, ("message", tag), flat), what), what)
+        self._await(self._unless_lost(to, self._send(to, ("message", tag), flat), what), what)
 
     def post(self, sources: Sequence[int], tag: int, flat: Tensor, what: str, done: Done) -> None:
         async def receive() -> None:
@@ -411,17 +411,10 @@ class SeveralHosts:
         out: Mapping[int, Tensor] = _NOTHING,
         into: Mapping[int, Tensor] = _NOTHING,
     ) -> None:
-        """Await ``work``, and compare what the ranks call if that has not been done; ``out`` and ``into`` travel with it."""
+        """Await ``work``, and compare what the ranks call if that has not been done; ``out`` and ``into`` travel with it.
 
-        async def limited() -> None:
-            async with in_time("a rank of another host", what, self._timeout_s, self._setting):
-                if begun is None:
-                    if work is not None:
-                        await work
-                elif work is None:
-                    await self._compare(begun, out, into)
-                else:
-                    await both(begun, work)
+        For collectives only, which are carried out one after another: what has begun is the one that is carried out.
+        """
 
         async def both(begun: bytes, work: Coroutine[Any, Any, None]) -> None:
             async with asyncio.TaskGroup() as tasks:
@@ -434,6 +427,18 @@ class SeveralHosts:
                     raise
 
         begun, self._begun = self._begun, None
+        if begun is not None:
+            work = self._compare(begun, out, into) if work is None else both(begun, work)
+        if work is not None:
+            self._await(work, what)
+
+    def _await(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Await ``work`` for as long as the time-out allows."""
+
+        async def limited() -> None:
+            async with in_time("a rank of another host", what, self._timeout_s, self._setting):
+                await work
+
         try:
             self._network.call(limited())
         except (BaseExceptionGroup, TimeoutError, PeerLostError) as error:
