@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.c10d.notices import SETTING, Notices
 from zmqtrain.c10d.one_host import OneHost
-from zmqtrain.c10d.several_hosts import ACK_S, CHUNK_BYTES, EAGER_BYTES, GONE_S, NetworkThread, SeveralHosts
+from zmqtrain.c10d.several_hosts import ACK_S, CHUNK_BYTES, EAGER_BYTES, NetworkThread, SeveralHosts
 from zmqtrain.c10d.transport import RankTransport
 from zmqtrain.errors import UsageError
 from zmqtrain.membership.environment import BIND, ENCRYPTED_IO_THREADS, PORTS, ports_in
@@ -31,6 +31,9 @@ from zmqtrain.topology.loopback import is_loopback
 ADDRESS = "ZMQTRAIN_HOST"
 #: The variable that allows plain text between hosts: ``disabled``, as of ``[job] transport_encryption``.
 ENCRYPTION = "ZMQTRAIN_TRANSPORT_ENCRYPTION"
+#: A rank whose process has ended is lost so many seconds after the last message of it: nobody takes its place. One that leaves in
+#: good order says so before.
+GONE_S = 0.3
 LOOPBACK = "127.0.0.1"
 #: An address of no machine (RFC 5737), to ask for the interface of the default route.
 ELSEWHERE = "192.0.2.1"
@@ -66,7 +69,7 @@ def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta
     network = NetworkThread()
     try:
         settings = settings_here(notices.run_token, timeout_s, store, encrypted=encrypted)
-        settings = replace(settings, ack_s=ACK_S, ack_with_bytes=EAGER_BYTES, gone_s=GONE_S)
+        settings = replace(settings, ack_s=ACK_S, ack_with_bytes=EAGER_BYTES)
         if not encrypted:
             settings = replace(settings, chunk_bytes=CHUNK_BYTES)
         node = network.call(_open(names[rank], settings))
@@ -123,6 +126,7 @@ def settings_here(token: str, timeout_s: float, store: Store | None = None, *, e
         advertise="" if bind == address else address,
         ports=ports_in(os.environ.get(PORTS, "")),
         greet_s=timeout_s,
+        gone_s=GONE_S,
         identity=Identity() if encrypted else None,
         io_threads=ENCRYPTED_IO_THREADS if encrypted else 1,
     )

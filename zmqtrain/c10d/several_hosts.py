@@ -50,9 +50,6 @@ CHUNK_BYTES = 2 * 1024 * 1024
 #: message with which they travel, for so many seconds: a program that calls one small operation after another always has one.
 EAGER_BYTES = 128 * 1024
 ACK_S = 0.004
-#: A rank whose process has ended (nobody takes its place in a group) is lost so many seconds after the last message of it. One that
-#: leaves in good order says so before.
-GONE_S = 0.3
 #: Before what a rank calls: the bytes that this takes.
 _LENGTH = struct.Struct("<H")
 _REFUSED = b"!"
