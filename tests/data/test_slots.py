@@ -37,6 +37,23 @@ def test_a_torn_batch_names_all_who_have_begun_it() -> None:
     assert plan.slot(5, C) == Slot(7, ((2, 2), (1, 4)))
 
 
+def test_who_has_nothing_in_a_step_that_others_train_sits_it_out() -> None:
+    plan = SlotPlan([A, B, C])
+    plan.total = 8
+    assert [plan.sits_out(step, C) for step in range(4)] == [False, False, True, False]
+    assert not plan.sits_out(2, A)
+    assert not plan.sits_out(2, ("worker/2", 4))  # another process, which has no part in it
+
+
+def test_what_was_pushed_in_a_step_that_was_sat_out_counts_for_no_batch() -> None:
+    plan = SlotPlan([A, B, C])
+    plan.steps = 4
+    plan.change(4, [A, C], {B: (3, 4)})  # only what is torn is trained after the last step
+    assert [plan.sits_out(4, life) for life in (A, C)] == [False, True]
+    plan.change(5, [A], {C: (4, 5)})
+    assert plan.slot(5, A) is None
+
+
 def test_a_change_before_any_step_of_the_last_one_replaces_it() -> None:
     plan = SlotPlan([A, B, C])
     plan.change(4, [A, C], {B: (3, 3)})

@@ -190,12 +190,21 @@ class TestTorn:
         made.pushed(push(0, 0, 1.0))
         assert counted(made.pushed(push(0, 1, 3.0, torn=[(9, 0)]))) == [(0, None, [0])]
 
+    def test_a_group_without_a_batch_is_answered_and_changes_nothing(self) -> None:
+        made = Aggregator([0], SYNC, 3, sums=GroupSum)
+        made.pushed(push(0, 0, 3.0))
+        made.pushed(Push(1, 0, 0, 0, None, nothing=True))
+        (batch,) = made.pushed(push(2, 0, 5.0))
+        assert counted([batch]) == [(0, 4.0, [0, 1, 2])]
+        assert batch.answer == ((0, 1), (1, 1), (2, 1))
+        assert [counted(made.pushed(Push(group, 1, 0, 1, None, nothing=True))) for group in range(3)][2] == [(0, None, [0, 1, 2])]
+
     def test_a_life_that_was_never_here(self) -> None:
         assert Aggregator([0], SYNC, 2, sums=GroupSum).progress(9) is None
 
 
 @pytest.mark.parametrize(
-    "meta", [PushMeta(1, 2, None, False, 2**62, ()), PushMeta(1, 2, {"lr": 0.5}, True, 7, ((3, 4), (5, 6)))]
+    "meta", [PushMeta(1, 2, None, False, 2**62, ()), PushMeta(1, 2, {"lr": 0.5}, True, 7, ((3, 4), (5, 6))), PushMeta(1, 2, None, False, 7, (), nothing=True)]
 )  # fmt: skip
 def test_the_header_of_a_push_says_whose_it_is(meta: PushMeta) -> None:
     assert PushMeta.from_value(meta.to_value()) == meta

@@ -71,6 +71,29 @@ def test_a_worker_that_stands_still_is_gone_on_without() -> None:
     run([pause("worker/2", 60.0, at=0.01)], '"sync"', epochs=True)
 
 
+@pytest.mark.parametrize(
+    ("seed", "faults"),
+    [
+        (444, (restart("worker/0", at=0.167325, after=0.022448), kill("worker/0", at=0.204389), kill("worker/0", at=0.215671))),
+        (28, (restart("worker/0", at=0.0468629, after=0.002245), restart("worker/0", at=0.219122, after=0.002245))),
+    ],
+)
+def test_a_group_that_has_no_batch_in_the_last_step_takes_over_what_another_one_leaves(seed: int, faults: Sequence[Fault]) -> None:
+    """It has the parameters of the others, since it has taken part in the step."""
+    run(faults, '"sync"', seed=seed, epochs=True)
+
+
+@pytest.mark.parametrize(
+    ("seed", "faults"),
+    [
+        (215, (restart("worker/0", at=0.0594632, after=0.11224), restart("worker/1", at=0.235587, after=0.022448))),
+        (410, (restart("worker/2", at=0.228462, after=0.0022448), kill("worker/1", at=0.255043))),
+    ],
+)
+def test_a_worker_that_comes_while_servers_end_comes_too_late(seed: int, faults: Sequence[Fault]) -> None:
+    run(faults, '"sync"', seed=seed, epochs=True)
+
+
 @pytest.mark.parametrize("staleness", POLICIES)
 def test_an_agent_starts_its_lost_worker_again(staleness: str) -> None:
     _, heard = run([kill("worker/1", step=5)], staleness, epochs=True, job="restarts = 1")

@@ -332,6 +332,44 @@ def test_all_reduce_without_a_lost_worker_equals_one_process(tmp_path: Path, gro
     assert same == 4, "all but the lost one"
 
 
+def test_synchronous_servers_without_lost_workers_equal_one_process(tmp_path: Path) -> None:
+    """One is lost early, so that the last step has batches for some groups only; another one is lost in that step, and a group
+    that had none takes over its batch."""
+    asked = {"job": {"elastic": True, "steps": None, "epochs": 1}, "compute": {"overlap": False}}  # so that no batch is torn
+    shape = topology_of(tmp_path, 4, 1, **asked)
+    takes: dict[tuple[int, int], int] = {}
+    updates: dict[str, dict[int, list[int]]] = {}
+
+    def hear(peer: str, what: str, values: Any) -> None:
+        if what == "takes":
+            takes[int(peer.partition("/")[2]), values["step"]] = values["slot"]
+        elif what == "applied":
+            slots = [takes[group, step] for group, step, _ in values["reads"] if group not in values["skipped"]]
+            updates.setdefault(f"{peer}/{values['piece']}", {})[values["version"]] = slots
+
+    recipe = Recipe()
+    faults = [kill("worker/2", step=3), kill("worker/0", step=9)]
+    result = simulate(shape, options=Options(faults=faults, task=recipe.task(), on_audit=hear))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+    of_a_piece, *others = updates.values()
+    assert all(other == of_a_piece for other in others)
+    assert sorted(slot for slots in of_a_piece.values() for slot in slots) == list(range(32))
+    assert [len(slots) for slots in of_a_piece.values()] == [4, 4, 4, *[3] * 6, 1, 1], of_a_piece
+    seed_everything(1)
+    model = network()
+    optimizer, batch = recipe._optimizer(model.parameters()), shape.compute.batch_size
+    for slots in of_a_piece.values():
+        rows = [row for slot in slots for row in range(slot * batch, (slot + 1) * batch)]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(recipe.x[rows]), recipe.y[rows]).backward()
+        optimizer.step()
+    same = 0
+    for survivor in recipe.models:
+        pairs = zip(model.parameters(), survivor.parameters(), strict=True)
+        same += all(torch.allclose(its, mine, rtol=1e-12, atol=1e-13) for mine, its in pairs)
+    assert same == 2, "those that are left"
+
+
 def test_a_task_that_raises(tmp_path: Path) -> None:
     class Broken(Recipe):
         def _model(self) -> nn.Module:

@@ -29,6 +29,9 @@ class LocalExchange:
     def exchanges(self, step: int) -> bool:
         return True
 
+    async def sit_out(self, step: int) -> None:
+        return None
+
     async def may_begin(self, step: int) -> bool:
         return True
 

@@ -89,6 +89,11 @@ class SlotPlan:
             return None
         return None if self.steps is not None and step >= self.steps and not slot.torn else slot
 
+    def sits_out(self, step: int, life: Life) -> bool:
+        """Whether this life has a part in the step, and nothing to train in it, while others have."""
+        members = self.at(step).members
+        return life in members and self.slot(step, life) is None and any(self.slot(step, each) is not None for each in members)
+
     def turn(self, step: int, life: Life) -> Slot | None:
         """As `slot`, but as if training went on for ever."""
         era = self.at(step)
@@ -119,8 +124,9 @@ class SlotPlan:
         left = []
         for step in range(low, since):
             slot = self.turn(step, life)
-            if slot is not None:
-                left.append(Slot(slot.number, (*slot.torn, (life[1], step))) if step < high else slot)
+            if slot is not None:  # what it has pushed in a step that it sat out is nothing
+                torn = step < high and self.slot(step, life) is not None
+                left.append(Slot(slot.number, (*slot.torn, (life[1], step))) if torn else slot)
         return left
 
     @property

@@ -197,6 +197,7 @@ class Exchange(Protocol):
     exchanges                           allreduce          loop, sessions, checkpoints  steps whose gradients are only accumulated
     repeats                             model_server,      loop                         steps that are given up
                                         averaging
+    sit_out                             model_server       loop                         steps without a batch for this group
     may_begin                           allreduce          loop                         what lost workers have left at the end
     keep                                model_server       loop                         the servers' parts of a checkpoint
     read                                model_server       loop, sessions               the run's model, if servers have it
@@ -250,6 +251,10 @@ class Exchange(Protocol):
         """After `end_step`: whether ``step`` was given up, because a worker of the group is lost or has come, and must be trained
         once more before it has ended."""
         ...
+
+    async def sit_out(self, step: int) -> None:
+        """In place of all the above: this worker's group has no batch in ``step``, and others have. On return it has the parameters
+        for the next step. `repeats` is asked afterwards, too."""
 
     async def may_begin(self, step: int) -> bool:
         """Called before the forward of ``step``, for which all is ready on return. False: it turns out that there is nothing to

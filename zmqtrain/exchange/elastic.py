@@ -152,6 +152,9 @@ class ElasticMembers:
     def slot(self, step: int) -> Slot | None:
         return None if self.slots is None else self.slots.slot(step, self._unit)
 
+    def sits_out(self, step: int) -> bool:
+        return self.slots is not None and self.slots.sits_out(step, self._unit)
+
     @property
     def _unit(self) -> Life:
         team = self.team()

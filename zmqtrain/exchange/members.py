@@ -56,6 +56,10 @@ class Members(Protocol):
         """What this worker trains at ``step`` (its team, if there are `teams`), if there are `slots`; ``None``: nothing."""
         ...
 
+    def sits_out(self, step: int) -> bool:
+        """Whether this worker (or its team) has a part in ``step``, and nothing to train in it, while others have."""
+        ...
+
     def turn(self, step: int) -> Slot | None:
         """As `slot`, but as if training went on for ever. May be called in any thread."""
         ...
@@ -198,6 +202,9 @@ class FixedMembers:
 
     def slot(self, step: int) -> Slot | None:
         return None
+
+    def sits_out(self, step: int) -> bool:
+        return False
 
     def turn(self, step: int) -> Slot | None:
         return None

@@ -58,6 +58,7 @@ from zmqtrain.topology.elastic import ASKING
 from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.wire.value import ValuePayload
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class _Turn:
     """How servers know them, if they may be lost."""
     torn: tuple[tuple[int, int], ...] = ()
     """The lives that were lost while they trained this batch, and their steps."""
+    nothing: bool = False
+    """Whether there is no batch for them."""
 
 
 class ModelServerExchange:
@@ -292,6 +295,28 @@ class ModelServerExchange:
             clip_norm = self._settings.clip_norm if clips else 0.0
             self._clip = GroupClip(len(self._replica.buckets), clip_norm, judges=self._settings.judges)
 
+    async def sit_out(self, step: int) -> None:
+        """In synchronous training: the group pushes that it has no gradient. So it always has the parameters of the others, and can
+        take over what one of these leaves when it is lost."""
+        assert self.synchronous, "groups that do not wait for each other have no steps in common"
+        assert self._members is not None
+        assert self._members.slots is not None
+        await self.settle()
+        await self._tell_fc("left", self._members.slots.at(step).since)  # it has no parameters for this group
+        replica = self._replica_started()
+        if self._beside is not None:
+            self._beside.rests = False
+        whole = self._group.size == len(self._settings.groups[self._settings.group])
+        self._turn = _Turn(self._group, whole, self._life, nothing=True)
+        self._clip = None
+        self._under_way.begin(step, len(replica.buckets))
+        assert self._base is not None
+        self._changed = differing(self._compensation.of(replica.hyperparameters()), self._base)
+        for bucket in replica.buckets:
+            self._under_way.add(bucket)
+        await self.end_step()
+        await self.settle()
+
     def exchanges(self, step: int) -> bool:
         return True
 
@@ -479,7 +504,7 @@ class ModelServerExchange:
     ) -> None:
         assert self._replica is not None
         name, recorder, group = f"bucket {bucket.index}", self._recorder, bucket.sharers(turn.group)
-        if group.size > 1:
+        if group.size > 1 and not turn.nothing:
             add_up = reduce_scatter if turn.whole else all_reduce
             with recorder.span(f"{add_up.__name__} {name}", "send", step=step):
                 await add_up(group, bucket.gradients, ("gradients", bucket.index, step), priority=bucket.index)
@@ -511,11 +536,14 @@ class ModelServerExchange:
     ) -> None:
         """Push a gradient and read the parameters that answer it. The answer proves that the gradient has arrived, so its memory
         is free afterwards. ``passed_over``: no server may use it for an update."""
-        gradient: Payload = bucket.gradients.part(piece.start, piece.stop)
         version = self._versions[piece.index]
-        gradient.meta = PushMeta(self._settings.group, version, changed, passed_over, turn.life, turn.torn).to_value()
+        meta = PushMeta(self._settings.group, version, changed, passed_over, turn.life, turn.torn, turn.nothing).to_value()
+        gradient: Payload = ValuePayload() if turn.nothing else bucket.gradients.part(piece.start, piece.stop)
+        gradient.meta = meta
         message = gradient
-        if self._compression is not None and not passed_over:
+        if turn.nothing:
+            pass
+        elif self._compression is not None and not passed_over:
             message = await self._compression.message(piece, gradient, self._arithmetic)
         self._recorder.audit("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
         lasting = message is gradient  # it is not written before the answer, which means that the server has applied it

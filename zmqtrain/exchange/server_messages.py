@@ -178,12 +178,15 @@ class PushMeta:
     """If workers may be lost: which of the worker's processes pushes (its incarnation)."""
     torn: tuple[tuple[int, int], ...] = ()
     """The lives that were lost while they trained this batch, and their steps (`zmqtrain.data.slots.Slot`)."""
+    nothing: bool = False
+    """The group has no batch in this step, which others have (if workers may be lost). There is no gradient, and none counts."""
 
     def to_value(self) -> Value:
         head: list[Value] = [self.group, self.version]
         if self.life is not None:
             torn: list[Value] = [[life, step] for life, step in self.torn]
-            return [*head, dict(self.hyperparameters or {}), self.passed_over, self.life, torn]
+            tail: list[Value] = [True] if self.nothing else []
+            return [*head, dict(self.hyperparameters or {}), self.passed_over, self.life, torn, *tail]
         if self.passed_over:
             return [*head, dict(self.hyperparameters or {}), True]
         return [*head, dict(self.hyperparameters)] if self.hyperparameters else head
@@ -200,6 +203,9 @@ class PushMeta:
                 return cls(group, version, hyperparameters, True)
             case [int(group), int(version), dict(hyperparameters), bool(passed_over), int(life), [*torn]]:
                 return cls(group, version, hyperparameters or None, passed_over, life, tuple(map(_life_of, torn)))
+            case [int(group), int(version), dict(hyperparameters), bool(passed_over), int(life), [*torn], True]:
+                lives = tuple(map(_life_of, torn))
+                return cls(group, version, hyperparameters or None, passed_over, life, lives, nothing=True)
         raise ProtocolError(f"the header of a push is {value!r:.100}; it must have group, version and hyperparameters")
 
 

@@ -25,6 +25,9 @@ class Serverless:
     def repeats(self, step: int) -> bool:
         return False
 
+    async def sit_out(self, step: int) -> None:
+        raise AssertionError("only model servers give some groups batches, and others none")
+
     async def may_begin(self, step: int) -> bool:
         return True
 

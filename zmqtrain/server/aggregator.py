@@ -44,6 +44,8 @@ class Push:
     torn: tuple[tuple[int, int], ...] = ()
     """The lives that were lost while they trained this batch, and their steps: if the gradient of one of them counts here, this one
     must not."""
+    nothing: bool = False
+    """The group has no batch in this step, and no gradient. It is answered as the others are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Update:
     passed_over: bool = False
     """Whether the update is counted but changes nothing."""
     skipped: tuple[int, ...] = ()
-    """Groups whose gradients do not count, because the same batch has already counted."""
+    """Groups whose gradients do not count, because they have none, or because the same batch has already counted."""
 
 
 EventKind = Literal["step", "left", "keep", "show"]
@@ -280,14 +282,14 @@ class _Unit:
         self.arrived[push.group] = {push.piece: push}
 
     def _add(self, push: Push, groups: Sequence[int]) -> None:
-        if self._make_sum is not None and not self._counts(push):
+        if self._make_sum is not None and not self._must_not_count(push):
             if push.piece not in self._sums:
                 self._sums[push.piece] = self._make_sum(groups)
             self._sums[push.piece].add(push.group, push.gradient)
 
-    def _counts(self, push: Push) -> bool:
-        """Whether the same batch already counts here."""
-        return any(self.gone.get(life, -1) > step for life, step in push.torn)
+    def _must_not_count(self, push: Push) -> bool:
+        """Whether there is nothing that could, or the same batch already counts here."""
+        return push.nothing or any(self.gone.get(life, -1) > step for life, step in push.torn)
 
     def note(self, group: int, life: int) -> None:
         """So far this life of the group has got; it does nothing more."""
@@ -334,7 +336,7 @@ class _Unit:
             pushes = [self.arrived.pop(group) for group in decision.apply]
             for piece in self.pieces:
                 of_piece = [by_piece[piece] for by_piece in pushes]
-                skipped = tuple(push.group for push in of_piece if push.torn and self._counts(push))
+                skipped = tuple(push.group for push in of_piece if self._must_not_count(push))
                 none = len(skipped) == len(of_piece)
                 summed = self._make_sum is not None and not none
                 gradient = self._sums.pop(piece).mean() if summed else of_piece[0].gradient

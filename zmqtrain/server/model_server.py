@@ -215,6 +215,7 @@ class ModelServer:
     async def _on_members(self, caller: PeerId, told: Value) -> Value:
         teams, (serving, lives) = told_teams(told), await self._begun()
         async with serving.lock:
+            self._require_more()
             await lives.keep_only(teams)
             self._maybe_end()
             return lives.progress({team.unit for team in teams})
@@ -222,6 +223,7 @@ class ModelServer:
     async def _on_change(self, caller: PeerId, *told: Value) -> Value:
         change, (serving, lives) = told_change(told), await self._begun()
         async with serving.lock:
+            self._require_more()
             await lives.change(change)
         return None
 
@@ -230,10 +232,15 @@ class ModelServer:
 
     async def _begun(self) -> tuple[Serving, Lives]:
         await self._began.wait()
-        if self._serving is None:
-            raise PeerLostError(self._endpoint.peer, "it has served all that there was to train", waiting_for="its members")
+        self._require_more()
+        assert self._serving is not None
         assert self._lives is not None, "workers that may not be lost never ask for changes"
         return self._serving, self._lives
+
+    def _require_more(self) -> None:
+        """A worker that comes when all others have finished comes too late. (It may have waited for the lock meanwhile.)"""
+        if self._serving is None or self._done.done():
+            raise PeerLostError(self._endpoint.peer, "it has served all that there was to train", waiting_for="its members")
 
     def _maybe_end(self) -> None:
         """End if all workers that train have finished, and at least one has."""

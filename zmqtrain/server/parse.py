@@ -47,12 +47,14 @@ def parse_push(
         raise ProtocolError(f"{sender} pushed piece {index} of group {meta.group}, which only {owner} may push")
     if not 0 <= meta.version <= entry.version:
         raise ProtocolError(f"{sender} pushed piece {index} as read at version {meta.version}; versions are 0 to {entry.version}")
+    entry.check_hyperparameters(meta.hyperparameters)
+    if meta.nothing:
+        return Push(meta.group, step, index, meta.version, None, meta.hyperparameters, life=meta.life, nothing=True)
     if not isinstance(payload, entry.payload_type) or payload.numel != entry.piece.numel or payload.dtype != entry.dtype:
         raise ProtocolError(
             f"{sender} pushed {payload.numel} elements of {payload.dtype or 'no type'} as piece {index}, "
             f"but it has {entry.piece.numel} of {entry.dtype}"
         )
-    entry.check_hyperparameters(meta.hyperparameters)
     gradient = entry.gradient(payload)
     return Push(
         meta.group, step, index, meta.version, gradient, meta.hyperparameters, meta.passed_over, meta.life, meta.torn

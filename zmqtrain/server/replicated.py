@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from zmqtrain.arena.arena import Arena
-from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError, TooLateError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.server_changes import CHANGE, HISTORY, MEMBERS
@@ -112,10 +112,10 @@ class ReplicatedServer:
             "show": self._on_show,
             "left": self._on_left,
             "finished": self._on_finished,
-            MEMBERS: self._on_members,
-            CHANGE: self._on_change,
-            HISTORY: self._on_history,
-            AGAIN: self._on_again,
+            MEMBERS: self._unless_over(self._on_members),
+            CHANGE: self._unless_over(self._on_change),
+            HISTORY: self._unless_over(self._on_history),
+            AGAIN: self._unless_over(self._on_again),
         }
         for method, handler in of_a_shard.items():
             endpoint.serve(method, self._unless_moved(handler))
@@ -358,6 +358,16 @@ class ReplicatedServer:
                 return await handler(caller, shard, *arguments)
             except HandedOverError as error:
                 return moved_value(error.version)
+
+        return handle
+
+    def _unless_over(self, handler: Callable[..., Awaitable[Value]]) -> Callable[..., Awaitable[Value]]:
+        """The handler of a request from a worker that begins, which may come when all others have finished."""
+
+        async def handle(caller: PeerId, *arguments: Value) -> Value:
+            if self._done.done():
+                raise TooLateError(caller, "the others have trained all there was")
+            return await handler(caller, *arguments)
 
         return handle
 

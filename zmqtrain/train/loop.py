@@ -137,18 +137,19 @@ class TrainLoop:
         work, job, stop_point, members = self.work, self._job, self._part.stop_point, self._members
         again = False  # the step was given up, so that the group trains it once more
         while True:
-            passes = False
+            passes, sits_out = False, False
             if members.slots is not None:
                 await members.settled()
                 since = members.slots.eras[-1].since
                 # It may have a part in later steps, because of a change.
-                while not members.teams and members.slot(self.step) is None and self.step < since:
+                while not members.teams and not self._due() and self.step < since:
                     self.step += 1
-                passes = members.slot(self.step) is None and self.step < since
+                passes = not self._due() and self.step < since
+                sits_out = self._sits_out(self.step)
             steps = self._steps()
             if steps is not None and self.step >= steps:
                 return TrainingOutcome.DONE
-            ended = not passes and not await work.more(self.step)
+            ended = not passes and not sits_out and not await work.more(self.step)
             if ended and members.slots is not None and members.slots.total is None:
                 members.slots.steps = self.step  # the length of a stream is known only now
             if ended and await stop_point.end():
@@ -174,7 +175,9 @@ class TrainLoop:
             else:
                 step = self.step
                 work.callbacks.view(step, members.at(step))
-                if not await self._train_step(last=step + 1 == steps):
+                # It may have got something to train meanwhile, or nothing any more.
+                trains = not self._sits_out(step)
+                if not await (self._train_step(last=step + 1 == steps) if trains else self._sit_out()):
                     return TrainingOutcome.ABANDONED
                 again = self.step == step
             await work.call_back()
@@ -209,11 +212,15 @@ class TrainLoop:
         if plan is None:
             steps = self._steps()
             return steps is not None and self.step < steps
-        return slot(self.step) is not None or slot(max(self.step, plan.eras[-1].since)) is not None
+        return any(slot(step) is not None or self._sits_out(step) for step in (self.step, max(self.step, plan.eras[-1].since)))
 
     def _due(self) -> bool:
         """Whether this worker has a part in the next step."""
-        return self._members.slot(self.step) is not None
+        return self._members.slot(self.step) is not None or self._sits_out(self.step)
+
+    def _sits_out(self, step: int) -> bool:
+        """Whether this worker has to take part in a step in which it has nothing to train: groups that train in step stay so."""
+        return self.exchange.synchronous and self._members.sits_out(step)
 
     def _is_due(self, step: int) -> bool:
         every = self._job.checkpoint_steps
@@ -358,13 +365,7 @@ class TrainLoop:
         self.phase = TrainingPhase.BETWEEN
         if self.exchange.repeats(step):
             return True
-        self.step += 1
-        members = self._members
-        if members.division is not None:
-            self._samples += members.division.size(step)
-        else:
-            groups = len(members.teams) or len({self._context.placement.role(peer).group for peer in members.at(step)})
-            self._samples += groups * self._job_batch
+        self._count(step)
         lr = self.work.lr
         self.work.after_step()
         if self._rebalance is not None:
@@ -385,6 +386,30 @@ class TrainLoop:
         self._recorder.event("step", step=step, **values)
         self.work.callbacks.step(step, values)
         return True
+
+    async def _sit_out(self) -> bool:
+        """Take part in a step in which only others have something to train. Returns False if the step was abandoned."""
+        step = self.step
+        if self.stop_in == step:
+            return False
+        self.phase = TrainingPhase.ENDING
+        with self._recorder.span("sits out", "wait", step=step):
+            await self.exchange.sit_out(step)
+        self.phase = TrainingPhase.BETWEEN
+        if not self.exchange.repeats(step):
+            self._count(step)
+            self.work.sat_out(step)
+        return True
+
+    def _count(self, step: int) -> None:
+        """The step is done."""
+        self.step += 1
+        members = self._members
+        if members.division is not None:
+            self._samples += members.division.size(step)
+        else:
+            groups = len(members.teams) or len({self._context.placement.role(peer).group for peer in members.at(step)})
+            self._samples += groups * self._job_batch
 
     async def _evaluate_between(self, done: int) -> bool:
         """Evaluate if it is this worker's turn. Returns whether training ends here, which is the same for all workers of a

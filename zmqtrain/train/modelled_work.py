@@ -198,6 +198,9 @@ class ModelledWork:
     def after_step(self) -> None:
         return None
 
+    def sat_out(self, step: int) -> None:
+        return None
+
     def updating_s(self) -> float:
         before, self._update_s = self._update_s, self._replica.update_s
         return self._update_s - before

@@ -387,6 +387,10 @@ class TorchWork:
             with user_code("the step() of Task.schedule's schedule"):
                 self._schedule.step()
 
+    def sat_out(self, step: int) -> None:
+        self._batches.used(step)
+        self.after_step()
+
     def updating_s(self) -> float:
         before, self._update_s = self._update_s, self._replica.update_s
         return self._update_s - before

@@ -132,6 +132,9 @@ class Work(Protocol):
     def after_step(self) -> None:
         """The step's update is done, or has been sent to the servers."""
 
+    def sat_out(self, step: int) -> None:
+        """In place of a step: only others had something to train."""
+
     def updating_s(self) -> float:
         """Seconds that local updates have taken since the last call."""
         ...
