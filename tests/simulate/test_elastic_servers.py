@@ -76,6 +76,7 @@ def test_a_worker_that_stands_still_is_gone_on_without() -> None:
     [
         (444, (restart("worker/0", at=0.167325, after=0.022448), kill("worker/0", at=0.204389), kill("worker/0", at=0.215671))),
         (28, (restart("worker/0", at=0.0468629, after=0.002245), restart("worker/0", at=0.219122, after=0.002245))),
+        (564, (restart("worker/1", at=0.226103, after=0.022448), restart("worker/1", at=0.23973, after=0.0022448))),
     ],
 )
 def test_a_group_that_has_no_batch_in_the_last_step_takes_over_what_another_one_leaves(seed: int, faults: Sequence[Fault]) -> None:

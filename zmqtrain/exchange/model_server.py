@@ -398,12 +398,11 @@ class ModelServerExchange:
             await self._beside.give()
         if self._own_team is not None:  # servers must not wait for a team that they have not let in yet
             await self._own_team.entered()
-        if self._replica is not None:
-            if plan is not None and self.synchronous:
-                era = plan.eras[-1]
-            # Otherwise the era until now: a change meanwhile may have left this worker something to train.
-            since: list[Value] = [] if era is None else [era.since]
-            await together(self._ask_servers("left", *since), self._tell_fc("left", *since))
+        if self._replica is None or (era is not None and self.synchronous):  # those take part in every step (`sit_out`)
+            return
+        # The era until now: a change meanwhile may have left this worker something to train.
+        since: list[Value] = [] if era is None else [era.since]
+        await together(self._ask_servers("left", *since), self._tell_fc("left", *since))
 
     async def stop(self, *, failed: bool = False) -> None:
         """Tell the servers that this worker has finished. Call `settle` first; pending transfers are abandoned, so that a run that
