@@ -204,7 +204,12 @@ class TestTorn:
 
 
 @pytest.mark.parametrize(
-    "meta", [PushMeta(1, 2, None, False, 2**62, ()), PushMeta(1, 2, {"lr": 0.5}, True, 7, ((3, 4), (5, 6))), PushMeta(1, 2, None, False, 7, (), nothing=True)]
-)  # fmt: skip
+    "meta",
+    [
+        PushMeta(1, 2, None, False, 2**62, ()),
+        PushMeta(1, 2, {"lr": 0.5}, True, 7, ((3, 4), (5, 6))),
+        PushMeta(1, 2, None, False, 7, (), nothing=True),
+    ],
+)
 def test_the_header_of_a_push_says_whose_it_is(meta: PushMeta) -> None:
     assert PushMeta.from_value(meta.to_value()) == meta

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_gather
+from zmqtrain.errors import PeerLostError
 from zmqtrain.events import Recorder
 from zmqtrain.exchange.base import Bucket
 from zmqtrain.exchange.pieces import Piece
@@ -72,14 +73,24 @@ class ServerReads:
     async def shown(self, label: str, *, asks: bool = False, asked: Mapping[int, PeerId] | None = None) -> None:
         """Those of one moment. ``asks``: this worker asks servers to show them; otherwise another one does, or has ``asked``
         these to keep them for a checkpoint."""
-        known = dict(asked or {})
+        keepers = dict(asked or {})
 
-        async def read(shard: int, server: PeerId) -> None:
-            if asks or (known and known[shard] != server):
-                await self._heads.request_of(server, shard, "show", label, timeout=self._request_s)
+        async def take(shard: int, server: PeerId) -> None:
             received = await self._receive(shard, server, lambda piece: shown_tag(piece, label), f"the parameters ({label})")
             for piece, version in received:
                 self._recorder.audit("shown", piece=piece.index, label=label, version=version)
+
+        async def read(shard: int, server: PeerId) -> None:
+            keeper = keepers.pop(shard, None)
+            if keeper is not None and keeper != server:
+                try:  # it sends them although another server has the shard by now, and nobody else would take them
+                    return await take(shard, keeper)
+                except PeerLostError as error:
+                    if error.peer != keeper:
+                        raise
+            if asks or (asked and keeper != server):
+                await self._heads.request_of(server, shard, "show", label, timeout=self._request_s)
+            return await take(shard, server)
 
         await self._all(label, read)
 
