@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.simulate import test_elastic, test_elastic_averages, test_elastic_servers
+from tests.simulate.worlds import servers_topology
 from zmqtrain.data.division import length_of
 from zmqtrain.observe.account import SampleAccount, account_lines
-from zmqtrain.simulate.faults import Fault, kill, restart
+from zmqtrain.simulate.faults import Fault, drain, kill, restart
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 
@@ -65,6 +66,36 @@ def test_model_servers_lose_and_repeat_nothing(faults: list[Fault], staleness: s
     assert set(truth.batches.values()) == {60}  # two epochs of ten steps of three groups
     assert found == {"due": 60 * 2000, "counted": 60 * 2000, "repeated": 0, "lost": 0, "why": None}
     assert account_lines(found) == []
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [],
+        [kill("server/1", at=0.02), kill("worker/1", step=8)],
+        [restart("server/1", at=0.02, after=0.01)],
+        [drain("s3", at=0.02), kill("server/0", at=0.05)],
+    ],
+    ids=["none", "lost", "back", "drained and lost"],
+)
+def test_servers_that_keep_shards_twice_lose_and_repeat_nothing(faults: list[Fault]) -> None:
+    """Whoever serves a shard in the end knows what counts in it."""
+    topology = servers_topology('"sync"', servers=3, epochs=True, exchange="replicas = 1", job="elastic = true")
+    found, _ = account_of(topology, faults)
+    assert found == {"due": 60 * 2000, "counted": 60 * 2000, "repeated": 0, "lost": 0, "why": None}
+
+
+def test_a_shard_of_which_no_server_has_spoken_makes_an_account_with_replicas_unknown() -> None:
+    """Its last server was lost when all had been trained."""
+    topology = servers_topology('"sync"', servers=2, exchange="replicas = 1", job="elastic = true")
+    account = SampleAccount()
+    account.add("worker/0", {"kind": "start", "step": 0, "values": {"steps": 24}})
+    assert account.to_dict(topology, done=True) is None
+    for server, shards in (("server/0", [0]), ("server/1", [1])):
+        assert account.to_dict(topology, done=True) is None
+        values = {"batches": 72, "batches_most": 72, "shards": shards}
+        account.add(server, {"kind": "server", "step": None, "values": values})
+    assert account.to_dict(topology, done=True) is not None
 
 
 @pytest.mark.parametrize("faults", LOSSES, ids=["none", "one", "back"])

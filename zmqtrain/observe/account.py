@@ -34,6 +34,7 @@ class SampleAccount:
         self._views: dict[int, tuple[int, tuple[str, ...]]] = {}  # version -> its first step, and the members
         self._counted: dict[int, int] = {}  # step of an exchange -> the number of samples that count in it, if it is not the usual
         self._served: dict[str, tuple[int, int]] = {}  # server -> the fewest and the most batches in one of its pieces
+        self._shards: set[int] = set()  # those of which a server has said so
 
     def add(self, peer: str, event: Mapping[str, Any]) -> None:
         """Take one event, as in ``events.jsonl``."""
@@ -51,8 +52,10 @@ class SampleAccount:
             self._views[int(values["version"])] = int(event["step"]), tuple(values["members"])
         elif kind == "counted":
             self._counted[int(event["step"])] = int(values["samples"])
-        elif kind == "server" and values.get("batches") is not None:
-            self._served[peer] = int(values["batches"]), int(values["batches_most"])
+        elif kind == "server":
+            self._shards.update(values.get("shards") or ())
+            if values.get("batches") is not None:
+                self._served[peer] = int(values["batches"]), int(values["batches_most"])
         elif kind == "restart":
             self._earlier = int(values["samples"] or 0)
             self._begin_attempt()
@@ -74,11 +77,14 @@ class SampleAccount:
 
     def to_dict(self, topology: Topology, *, done: bool) -> dict[str, Any] | None:
         """The account for ``summary.json``; ``None`` if nothing was trained, or if it is not known how many samples are due
-        (streams, the sample ring) or by which server they were counted (replicas). ``done``: whether the run has ended well."""
+        (streams, the sample ring), or if a server was lost at the very end that had counted them. ``done``: whether the run has
+        ended well."""
         compute = topology.compute
         ring = topology.data.shuffle == "ring"
-        if self._first is None or not self._known or ring or topology.hosts_open or topology.replicated:
+        if self._first is None or not self._known or ring or topology.hosts_open:
             return None
+        if topology.replicated and len(self._shards) < topology.servers and (done or self._shards):
+            return None  # another server would have gone on with the shard
         batch, groups = compute.batch_size, compute.groups
         until = self._steps
         summed = topology.elastic and topology.exchange.kind == "allreduce"

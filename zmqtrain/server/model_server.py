@@ -112,7 +112,7 @@ class ModelServer:
             if self._done.done() and not self._done.cancelled():
                 self._done.exception()  # raised above, unless another error came first
         self._shard.state_held(self._recorder)
-        report([self._shard], self._recorder)
+        report({self._settings.index: self._shard}, self._recorder)
 
     async def _live(self, tools: ServerTools, pushes: Subscription, orders: Subscription) -> None:
         configuration = await self._configured

@@ -149,7 +149,7 @@ class ReplicatedServer:
         for shard, follower in self._followers.items():
             if follower.copy is not None and endpoint.peer in chains[shard]:
                 follower.copy.state_held(backup=True)
-        report([head.copy.shard for head in self._heads.values()], self._recorder)
+        report({number: head.copy.shard for number, head in self._heads.items()}, self._recorder)
 
     async def _finish(self) -> None:
         """Once all workers have left: nobody needs a copy that is still being made, or the end of one whose server has ended."""

@@ -112,8 +112,9 @@ class Shard:
         recorder.audit("held", pieces={index: (entry.piece, entry.memory()) for index, entry in self.entries.items()})
 
 
-def report(shards: Collection[Shard], recorder: Recorder) -> None:
-    """Record the statistics of a server, which has served these shards."""
+def report(of: Mapping[int, Shard], recorder: Recorder) -> None:
+    """Record the statistics of a server, which has served these shards, by number, to the end."""
+    shards = of.values()
     fits = [(momentum, seen) for momentum, seen in (shard.sensors.fitted() for shard in shards) if momentum is not None]
     seen = sum(updates for _, updates in fits)
     staleness = sum((shard.staleness for shard in shards), Counter[int]())
@@ -126,6 +127,7 @@ def report(shards: Collection[Shard], recorder: Recorder) -> None:
         pushes=sum(staleness.values()),
         batches=min(batches, default=None),
         batches_most=max(batches, default=None),
+        shards=[*sorted(of)],
         **staleness_values(staleness),
     )
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal
 
 from zmqtrain.errors import SimulationError
-from zmqtrain.simulate.faults import Fault, launcher_deaths, random_faults
+from zmqtrain.simulate.faults import Fault, departures, launcher_deaths, random_faults
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
@@ -47,7 +47,10 @@ def faults_for(topology: Topology, seed: int, source: FaultSource, horizon_s: fl
         return ()
     draw = random.Random(f"{seed}/faults")
     elastic, moves = topology.elastic, topology.moves_shards
-    faults = random_faults(place(topology), topology.job.timeouts, horizon_s, draw, elastic=elastic, moves_shards=moves)
+    placement = place(topology)
+    faults = random_faults(placement, topology.job.timeouts, horizon_s, draw, elastic=elastic, moves_shards=moves)
+    if elastic and not moves:
+        faults = (*faults, *departures(placement, horizon_s, random.Random(f"{seed}/departures")))
     return (*faults, *launcher_deaths(topology.job.timeouts, horizon_s, random.Random(f"{seed}/launcher")))
 
 

@@ -265,6 +265,12 @@ def random_faults(
     return tuple(sorted(faults, key=lambda fault: fault.at or 0.0))
 
 
+def departures(placement: Placement, horizon_s: float, draw: random.Random) -> tuple[Fault, ...]:
+    """Now and then a host that is asked to leave, for elastic runs in which `random_faults` lets none leave."""
+    hosts = [host for host in placement.hosts if placement.of_host(host)]
+    return tuple(drain(draw.choice(hosts), at=draw.uniform(0, horizon_s)) for _ in range(draw.choice([0, 0, 0, 1])))
+
+
 def launcher_deaths(timeouts: Timeouts, horizon_s: float, draw: random.Random) -> tuple[Fault, ...]:
     """No, one or two deaths of the launcher, after each of which another one goes on."""
     faults = []

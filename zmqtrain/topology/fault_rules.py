@@ -31,7 +31,7 @@ def fault_rules(topology: Topology, known: KnownHosts) -> Iterator[BrokenRule]:
         yield from _when(topology, fault, path)
         yield from _fields(fault, path)
         if "target" in fault.meaningful and fault.target is not None:
-            yield from _target(topology, fault.target, known, path)
+            yield from _target(topology, fault, fault.target, known, path)
         if "to" in fault.meaningful and fault.to is not None:
             yield from _other_end(topology, fault.target, fault.to, known, path)
         if fault.kind == "partition":
@@ -77,8 +77,10 @@ def _fields(fault: Fault, path: Path) -> Iterator[BrokenRule]:
             )
 
 
-def _target(topology: Topology, target: str, known: KnownHosts, path: Path) -> Iterator[BrokenRule]:
-    if target not in known.names and not _is_role(topology, target):
+def _target(topology: Topology, fault: Fault, target: str, known: KnownHosts, path: Path) -> Iterator[BrokenRule]:
+    if fault.kind == "drain" and target not in known.names and _is_role(topology, target):
+        yield rule("is a role, but only whole hosts can be asked to leave: name a host", (*path, "target"), (*path, "kind"))
+    elif target not in known.names and not _is_role(topology, target):
         yield rule(
             f"is neither a role nor a host of this job ({_roles(topology)})",
             (*path, "target"),

@@ -27,6 +27,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "delay": ("target",),
     "corrupt": ("target",),
     "drop": ("target",),
+    "drain": ("target",),
 }
 ALLOWED: dict[str, tuple[str, ...]] = {
     "restart": ("lasts",),
@@ -53,11 +54,12 @@ class Fault(Section):
         le=MOST,
         description="Or the step that the target is about to begin (worker 0's, if the target is not a worker).",
     )
-    kind: Literal["kill", "restart", "pause", "partition", "heal", "slow", "delay", "corrupt", "drop"] = Field(
+    kind: Literal["kill", "restart", "pause", "partition", "heal", "slow", "delay", "corrupt", "drop", "drain"] = Field(
         description="kill: the target dies without notice. restart: it dies, and a new process takes its name. pause: "
         "it stops for a while. partition: sets of hosts cannot reach each other. heal: all partitions end. slow: "
         "modelled compute takes `factor` times as long. delay: what it sends takes `factor` times the latency. corrupt: a "
-        "bit of the next message flips. drop: connections break, lose what is in flight, and come back."
+        "bit of the next message flips. drop: connections break, lose what is in flight, and come back. drain: the host is "
+        "asked to leave, as `zmqtrain drain` does; if the run cannot continue without it, it stays."
     )
     target: str | None = Field(
         default=None,
