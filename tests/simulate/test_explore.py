@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.simulate.worlds import profile_file, topology_of
+from tests.simulate.worlds import peers_topology, profile_file, topology_of
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.server.shard import TensorEntry
 from zmqtrain.server.staleness import StalenessMachine
 from zmqtrain.simulate.explore import explore, faults_for, horizon_of, try_seed
-from zmqtrain.simulate.faults import WEIGHTS, random_faults
+from zmqtrain.simulate.faults import WEIGHTS, drain, random_faults
+from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts
@@ -47,6 +48,17 @@ def test_seeds_make_many_kinds_of_schedules(topology: Topology) -> None:
     assert kinds == set(WEIGHTS)
     assert faults_for(topology, 1, "none", 0.0) == ()
     assert faults_for(topology, 1, "file", 0.0) is None
+
+
+def test_now_and_then_a_host_leaves_an_elastic_run_without_servers() -> None:
+    shape = peers_topology('kind = "averaging"\nevery = 4')
+    faults = [fault for seed in range(30) for fault in faults_for(shape, seed, "random", 1.0) or ()]
+    leaving = [fault.target for fault in faults if fault.kind == "drain"]
+    assert 3 < len(leaving) < 15
+    assert set(leaving) <= {"h1", "h2", "h3", "h4"}
+    horizon_s = horizon_of(shape)
+    alone = simulate(shape, options=Options(faults=[drain("h2", at=horizon_s / 2)]))
+    assert (alone.ending.status, alone.broken) == ("done", [])
 
 
 class TestSabotage:

@@ -16,6 +16,7 @@ from tests.simulate.worlds import POLICIES, servers_topology
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.simulate.faults import Fault, delay, drain, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
+from zmqtrain.topology.schema import Topology
 
 VICTIMS = ("server/1", "server/2", "server/0", "worker/1", COORDINATOR)
 #: Seconds after a host was asked to leave: its shard is copied, handed over, and copied again within 1.5 ms.
@@ -67,6 +68,15 @@ def test_a_host_leaves_and_its_shard_is_never_on_one_server_only(staleness: str,
     assert heard.left.index("agent/s2") < heard.left.index("worker/0")  # training went on without it
     assert heard.lost == ["server/1"]
     assert heard.alone == []
+
+
+def test_a_host_leaves_because_the_file_says_so() -> None:
+    heard, faults = Heard(), [{"kind": "drain", "target": "s2", "step": 6}]
+    asked = servers_topology('"async"', servers=3, **ONCE).model_dump(exclude_unset=True) | {"faults": faults}
+    result = simulate(Topology.from_dict(asked), options=Options(on_event=heard.event))
+    assert (result.ending.status, result.broken) == ("done", [])
+    assert heard.moved == [(1, "server/1", "server/0")]
+    assert "agent/s2" in heard.left
 
 
 def test_hosts_leave_until_one_server_has_all() -> None:

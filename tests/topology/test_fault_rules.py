@@ -47,6 +47,7 @@ def faults_of(text: str) -> list[FileFault]:
         "at = 1\nkind = 'corrupt'\ntarget = 'worker/0'\nto = 'server/0'",
         "at = 1\nkind = 'drop'\ntarget = 'server/0'\nto = 'worker/3'",
         "at = 1\nkind = 'drop'\ntarget = 'alpha'\nto = 'worker/3'",
+        "at = 1\nkind = 'drain'\ntarget = 'node2'",
         "at = 1\nkind = 'kill'\ntarget = 'worker/0'\nfactor = 2.0\none_way = false\nsides = []",  # what is there anyway
     ],
 )
@@ -76,6 +77,14 @@ def test_sound_faults(text: str) -> None:
             13,
             "neither a role nor a host of this job .worker/0 to worker/3 and server/0 to server/1.",
         ),
+        ("at = 1\nkind = 'drain'", "faults[0]", 10, "a drain needs target"),
+        (
+            "at = 1\nkind = 'drain'\ntarget = 'worker/1'",
+            "faults[0].target",
+            13,
+            "only whole hosts can be asked to leave",
+        ),
+        ("at = 1\nkind = 'drain'\ntarget = 'worker/9'", "faults[0].target", 13, "neither a role nor a host of this job"),
         ("at = 1\nkind = 'kill'\ntarget = 'server/2'", "faults[0].target", 13, "neither a role nor a host of this job"),
         ("at = 1\nkind = 'kill'\ntarget = 'worker/01'", "faults[0].target", 13, 'did you mean "worker/1"'),
         ("at = 1\nkind = 'kill'\ntarget = 'nod1'", "faults[0].target", 13, 'did you mean "node1"'),
@@ -137,7 +146,8 @@ GIVEN = {
 @pytest.mark.parametrize("kind", NEEDED)
 def test_what_a_kind_has_no_use_for_is_refused(kind: str) -> None:
     allowed = (*NEEDED[kind], *ALLOWED.get(kind, ()))
-    sound = f"at = 1\nkind = '{kind}'\n" + "".join(f"{name} = {GIVEN[name]}\n" for name in allowed)
+    given = GIVEN | ({"target": "'alpha'"} if kind == "drain" else {})
+    sound = f"at = 1\nkind = '{kind}'\n" + "".join(f"{name} = {given[name]}\n" for name in allowed)
     parse_topology(JOB + sound)
     for name in DETAILS:
         if name not in allowed:
