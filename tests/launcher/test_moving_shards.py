@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,34 @@ events_per_s = "all"
 """
 
 
+def prepare(folder: Path, steps: int, staleness: str, replicas: str) -> None:
+    """Its task trains the last steps once there is a file ``left``."""
+    task = TASK.replace("torch.nn.functional.mse_loss", "loss").replace("\ndef task", LEAVES, 1)
+    (folder / "task.py").write_text(task.replace("lr=0.02", "lr=0.1"))
+    (folder / "trial.toml").write_text(TOPOLOGY.format(steps=steps, staleness=staleness, replicas=replicas))
+
+
+def test_a_host_with_a_server_that_is_shut_down_leaves(tmp_path: Path) -> None:
+    """``docker stop``, systemd and Kubernetes send its agent SIGTERM, and wait a while."""
+    prepare(tmp_path, 80, "async", "replicas = 0")
+    with Launched(tmp_path, "trial.toml") as run:
+        run.wait_for(r"^step ")
+        agent = run.find("agent/h2")
+        agent.send_signal(signal.SIGTERM)
+        run.wait_for("h2 has left the run")
+        (tmp_path / "left").touch()
+        assert run.end() == 0, run
+        assert not agent.is_running()
+        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+        moved = [event["values"] for event in events if event["kind"] == "moved"]
+        assert [(each["shard"], each["before"]) for each in moved] == [(1, "server/1")]
+        assert run.json("summary.json")["account"]["repeated"] == 0
+
+
 @pytest.mark.parametrize(("staleness", "replicas"), [("async", "replicas = 1"), ("sync", "replicas = 0")])
 def test_a_host_with_a_server_leaves(tmp_path: Path, staleness: str, replicas: str, capsys: pytest.CaptureFixture[str]) -> None:
     steps = 80
-    task = TASK.replace("torch.nn.functional.mse_loss", "loss").replace("\ndef task", LEAVES, 1)
-    (tmp_path / "task.py").write_text(task.replace("lr=0.02", "lr=0.1"))
-    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(steps=steps, staleness=staleness, replicas=replicas))
+    prepare(tmp_path, steps, staleness, replicas)
     with Launched(tmp_path, "trial.toml") as run:
         run.wait_for(r"^step ")
         assert run_drain(str(run.run), "h2") == 0
@@ -56,11 +79,8 @@ def test_a_host_with_a_server_leaves(tmp_path: Path, staleness: str, replicas: s
             assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(steps))
         summary = run.json("summary.json")
         trained = sum(event["values"]["samples"] for event in events if event["kind"] == "step")
-        account = summary["account"]
-        if replicas == "replicas = 1":
-            assert account is None
-        else:  # the last batch of the worker that leaves counts if its gradient has arrived by then
-            assert account["counted"] in (trained, trained - 8)
-            assert (account["repeated"], account["counted"] + account["lost"]) == (0, account["due"])
+        account = summary["account"]  # the last batch of the worker that leaves counts if its gradient has arrived by then
+        assert account["counted"] in (trained, trained - 8)
+        assert (account["repeated"], account["counted"] + account["lost"]) == (0, account["due"])
         assert summary["eval"]["eval_loss"] < 1e-3
         assert (run.run / "model.safetensors").exists()

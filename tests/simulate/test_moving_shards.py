@@ -14,7 +14,7 @@ import torch
 from tests.simulate.test_training import Recipe, topology_of
 from tests.simulate.worlds import POLICIES, servers_topology
 from zmqtrain.membership.client import COORDINATOR
-from zmqtrain.simulate.faults import Fault, delay, drain, kill, pause, restart
+from zmqtrain.simulate.faults import Fault, delay, drain, kill, pause, restart, shutdown
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology
 
@@ -77,6 +77,32 @@ def test_a_host_leaves_because_the_file_says_so() -> None:
     assert (result.ending.status, result.broken) == ("done", [])
     assert heard.moved == [(1, "server/1", "server/0")]
     assert "agent/s2" in heard.left
+
+
+@pytest.mark.parametrize("staleness", POLICIES)
+@pytest.mark.parametrize("how", [{}, {"exchange": "", "job": "elastic = true"}], ids=["replicas", "once"])
+def test_a_host_that_is_shut_down_leaves_as_one_that_is_asked_to(staleness: str, how: dict[str, str]) -> None:
+    """Its agent gets SIGTERM. The auditor requires all batches of both epochs."""
+    heard = survives([shutdown("s2", at=0.012)], staleness, epochs=True, **how)
+    assert [(shard, before) for shard, before, _ in heard.moved] == [(1, "server/1")]
+    assert heard.left.index("agent/s2") < heard.left.index("worker/0")
+    assert heard.lost == ["server/1"]
+
+
+def test_a_host_that_the_run_needs_ends_it_when_it_is_shut_down_and_says_why() -> None:
+    result, _ = run([shutdown("s2", at=0.008), shutdown("s1", at=0.016)], '"async"', servers=2, epochs=True)
+    assert (result.ending.status, result.ending.exit_code) == ("halted", 143)
+    message = str((result.ending.error or {})["message"])
+    assert message.startswith("the agent of s1 was told to end (SIGTERM); the run cannot continue without s1: server/1 runs there")
+
+
+def test_a_shard_that_does_not_move_in_time_ends_the_run() -> None:
+    """Before the machine is switched off."""
+    stands = pause("server/1", 2.0, at=0.011)
+    result, _ = run([stands, shutdown("s2", at=0.012)], '"async"', epochs=True, exchange="", job="elastic = true")
+    assert (result.ending.status, result.ending.exit_code) == ("halted", 143)
+    assert "what its model servers have had not moved" in str((result.ending.error or {})["message"])
+    assert result.seconds < 5
 
 
 def test_hosts_leave_until_one_server_has_all() -> None:

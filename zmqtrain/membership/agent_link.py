@@ -26,6 +26,8 @@ from zmqtrain.wire.payload import Value
 
 #: The request by which the coordinator asks a host to leave the run.
 WITHDRAW = "withdraw"
+#: The request by which an agent that was told to end asks the coordinator to let its host leave (`WITHDRAW`).
+LEAVES = "leaves"
 
 
 class AgentLink:

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from zmqtrain.errors import ConnectivityError, ZmqTrainError
 from zmqtrain.membership.actions import TOLD_TO_END
+from zmqtrain.membership.agent_link import LEAVES
 from zmqtrain.run.preemption import PREEMPT
 from zmqtrain.run.report import LOG
-from zmqtrain.waiting import task_group
+from zmqtrain.waiting import abandoned, task_group
 
 if TYPE_CHECKING:
     from zmqtrain.membership.agent_link import AgentLink
@@ -92,7 +93,7 @@ class Agent:
         self._lives: dict[PeerId, asyncio.Task[None]] = {}  # the task that watches each role
         self._watching: asyncio.TaskGroup | None = None  # the task group of `_lives`, as long as there are tasks
         self._told_to_end = asyncio.Event()
-        self._needless = False
+        self._needless = asyncio.Event()
         self._stopping = asyncio.Event()
         self._preempted = asyncio.Event()
         self._stopped: set[PeerId] = set()  # roles that this agent has ended
@@ -128,13 +129,13 @@ class Agent:
                 task.cancel()
 
     def stop(self) -> None:
-        """End all roles in an orderly way. Called when this process was told to end: an elastic run goes on without this host, any
-        other is halted, with this as the reason."""
+        """End all roles in an orderly way. Called when this process was told to end: an elastic run goes on without this host, once
+        others have what its model servers had; any other is halted, with this as the reason."""
         self._told_to_end.set()
 
     def _leave_as_asked(self) -> None:
         """The coordinator asks this host to leave: the run needs none of its roles."""
-        self._needless = True
+        self._needless.set()
         self._told_to_end.set()
 
     def preempt(self) -> None:
@@ -216,12 +217,15 @@ class Agent:
         placement = self._description.placement
         only_workers = all(role.kind == "worker" for role in placement.of_host(host))
         others = only_workers and any(role.host != host for role in placement.workers)
-        if self._needless or (self._description.topology.elastic and others):
+        stays = ""
+        if self._description.topology.moves_shards and not only_workers:
+            stays = await self._hand_over()
+        if self._needless.is_set() or (self._description.topology.elastic and others):
             self._patience_s = 0.0  # nobody else tells the roles
         elif not self._stopping.is_set():
             reason = {
                 "kind": "host withdrawn",
-                "message": f"the agent of {host} was told to end (SIGTERM)",
+                "message": f"the agent of {host} was told to end (SIGTERM){stays and '; '}{stays}",
                 "exit_code": TOLD_TO_END,
             }
             with suppress(ZmqTrainError, TimeoutError):  # the roles end all the same
@@ -229,6 +233,24 @@ class Agent:
                     await self._link.membership.halt(reason)
         self._stopping.set()
         self._link.membership.hurry()
+
+    async def _hand_over(self) -> str:
+        """Have what model servers of this host have moved to others, if the run can be without it: the coordinator then asks this
+        host to leave. Returns why it cannot; after the grace time at the latest, since the machine may be switched off then."""
+        if self._needless.is_set() or self._stopping.is_set() or self._link.membership.away:
+            return ""
+        ends = [asyncio.ensure_future(event.wait()) for event in (self._needless, self._stopping)]
+        try:
+            async with asyncio.timeout(self._timeouts.grace_s):
+                await self._link.membership.ask(LEAVES)
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            return f"what its model servers have had not moved {self._timeouts.grace_s:g} s later"
+        except ZmqTrainError as error:
+            return str(error)
+        finally:
+            await abandoned(ends)
+        return ""
 
     def _end_lost(self, peer: PeerId) -> None:
         """The run continues without a role that may hang for ever. It may also have failed and be about to report it: its

@@ -19,13 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zmqtrain.errors import ConnectivityError, UsageError
+from zmqtrain.membership.agent_link import LEAVES
 from zmqtrain.membership.common_stop import tell_again
 from zmqtrain.membership.coordinator import Coordinator, EventCallback, ReportCallback
 from zmqtrain.membership.description import RunDescription, serve_description
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.membership.journal import Journal
 from zmqtrain.net.curve import Identity
-from zmqtrain.run.draining import drain
+from zmqtrain.run.draining import check_drain, drain
 from zmqtrain.run.joining import Places
 from zmqtrain.run.preemption import Preemption, stop_workers
 from zmqtrain.run.strength import keep_enough
@@ -34,9 +36,10 @@ from zmqtrain.train.checkpoint.collector import CheckpointCollector, OnEvent
 
 if TYPE_CHECKING:
     from zmqtrain.membership.actions import Outcome
-    from zmqtrain.net.endpoint import Endpoint
+    from zmqtrain.net.endpoint import Endpoint, PeerId
     from zmqtrain.net.settings import NetSettings
     from zmqtrain.topology.schema import Topology
+    from zmqtrain.wire.payload import Value
 
 
 def _ignore(_text: str) -> None:
@@ -124,6 +127,8 @@ class Assembly:
             journal=journal,
         )
         serve_description(endpoint, description)
+        self._leaving: asyncio.Queue[str] = asyncio.Queue()  # hosts whose agents were told to end
+        endpoint.serve(LEAVES, self._on_leaves)
         self._places = Places(topology, placement)
 
     async def run(self) -> Outcome:
@@ -137,6 +142,7 @@ class Assembly:
                 group.create_task(self.collector.run(), name="collect checkpoints"),
                 group.create_task(self._preempt(), name="preemption"),
                 group.create_task(self._keep_enough(), name="enough workers"),
+                group.create_task(self._let_leave(), name="let hosts leave"),
             ]
             outcome = await self.coordinator.run()
             for task in background:
@@ -158,6 +164,27 @@ class Assembly:
         """Let ``host`` leave, while the others train on. Raises like `zmqtrain.run.draining.drain`."""
         topology, placement = self.description.topology, self.description.placement
         return await drain(host, self._endpoint, self.coordinator, topology, placement, self._say)
+
+    async def _on_leaves(self, caller: PeerId) -> Value:
+        """An agent was told to end. Raises `UsageError` if the run cannot continue without its host."""
+        host = caller.removeprefix("agent/")
+        if not self.coordinator.running.is_set():
+            raise UsageError(f"{host} cannot leave yet: not all members of the run have joined")
+        check_drain(host, self.description.topology, self.description.placement, self.coordinator.view)
+        self._leaving.put_nowait(host)
+        return None
+
+    async def _let_leave(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._let_one_leave(await self._leaving.get()))
+
+    async def _let_one_leave(self, host: str) -> None:
+        try:
+            self._say(f"the agent of {host} was told to end (SIGTERM)")
+            self._say(await self.drain(host))
+        except (UsageError, ConnectivityError) as error:  # others have left or were lost meanwhile; its agent knows what to do
+            self._say(str(error))
 
     def place_for_another(self) -> str:
         """The name of the host that a machine takes part as which comes now. Raises like `zmqtrain.run.joining.Places.take`."""

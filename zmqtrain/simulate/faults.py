@@ -18,7 +18,9 @@ from zmqtrain.topology.ranges import expand
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts
 
-FaultKind: TypeAlias = Literal["kill", "restart", "pause", "partition", "heal", "slow", "delay", "corrupt", "drop", "join", "drain"]
+FaultKind: TypeAlias = Literal[
+    "kill", "restart", "pause", "partition", "heal", "slow", "delay", "corrupt", "drop", "join", "drain", "shutdown"
+]
 
 #: The kinds of random faults, with their weights: mostly those that a run has to survive.
 WEIGHTS: dict[FaultKind, int] = {
@@ -92,7 +94,7 @@ class Fault:
             return True  # another one goes on
         if elastic or self.kind in ("join", "drain"):
             return True
-        if self.kind in ("kill", "restart"):
+        if self.kind in ("kill", "restart", "shutdown"):
             return False
         if self.kind in ("pause", "partition"):
             # Until it is over, no process may consider another one lost, or give up waiting for an answer.
@@ -108,6 +110,11 @@ def join(target: str, *, at: float | None = None, step: int | None = None) -> Fa
 def drain(host: str, *, at: float | None = None, step: int | None = None) -> Fault:
     """The host is asked to leave, as ``zmqtrain drain`` does; if the run needs it, it stays."""
     return Fault("drain", at=at, step=step, target=host)
+
+
+def shutdown(host: str, *, at: float | None = None, step: int | None = None) -> Fault:
+    """The host is shut down: its agent gets SIGTERM, as ``systemd``, ``docker stop`` and Kubernetes send it."""
+    return Fault("shutdown", at=at, step=step, target=host)
 
 
 def kill(target: str, *, at: float | None = None, step: int | None = None) -> Fault:

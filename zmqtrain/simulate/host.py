@@ -154,6 +154,12 @@ class SimulatedHost:
                 await plan.cluster.kill(role.peer)  # no role outlives its agent
             await endpoint.close()
 
+    def stop(self) -> None:
+        """The agent gets SIGTERM, if there is one."""
+        process = self._plan.cluster.processes[f"agent/{self._name}"]
+        if self._agent is not None and not process.killed:
+            process.run(self._agent.stop)
+
     def start_again(self, role: RolePlacement) -> bool:
         """Start a dead role again. Returns whether there is an agent here to do so."""
         process = self._plan.cluster.processes[f"agent/{self._name}"]

@@ -93,6 +93,9 @@ class Injector:
                 assert self.drain is not None
                 with suppress(UsageError, ConnectivityError):  # the run needs it, or it was lost before it had left
                     await self.drain(fault.target)
+            case "shutdown":
+                assert fault.target is not None
+                cluster.hosts[fault.target].stop()
             case "pause":
                 for peer in peers:
                     cluster.pause(peer)
