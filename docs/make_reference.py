@@ -331,6 +331,7 @@ EVENTS: Mapping[str, tuple[str, str]] = {
         "`shard`, `server` (which is to serve it), `backup` (null: none), `reason`",
     ),
     "copied": ("A server has given another one a copy of its shard", "`shard`, `to`, `seconds`, `bytes`"),
+    "drain": ("A host is asked to leave", "`host`, `roles`"),
     "moved": ("A server has handed a shard over to another one", "`shard`, `server` (which serves it now), `before`, `reason`"),
     "took over": (
         "A server serves a shard whose server was lost or has handed it over",
@@ -398,7 +399,8 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     ),
     "server": (
         "A model server has ended",
-        "`updates`, `pushes`, `staleness` (a histogram), `staleness_mean`, `staleness_max`, `momentum`, `momentum_updates`",
+        "`updates`, `pushes`, `staleness` (a histogram), `staleness_mean`, `staleness_max`, `momentum`, `momentum_updates`, "
+        "`shards` (those that it served in the end), `batches` and `batches_most` (the fewest and the most that count in a piece)",
     ),
     "fc": ("An FC server has ended", "`updates`, `samples`, `busy` (share of its time), `staleness_mean`, `staleness_max`"),
     "refused": ("A server has refused a request", "`sender`, `reason`"),
@@ -435,10 +437,13 @@ SUMMARY: Mapping[str, str] = {
     "momentum": "stated and measured momentum ([tuning](../tuning.md#with-look_ahead--none)); null without model servers",
     "bytes_sent": "bytes sent by all processes together",
     "slow": "workers that were found slow: `peer`, `what`, `factor`, `since_step`, `until_step` (`null`: to the end)",
+    "resizing": "if anybody was lost, has left or has come: `lost` (how many, by kind of role), `drained` (hosts that were asked "
+    "to leave), `came` (workers and servers), `moved` (shards), `went_on_s` (`median`, `max`: seconds from when a loss was known "
+    "until workers had agreed on who goes on, or another server served the shard)",
     "replica_spread": "largest difference of a parameter between replicas at the end",
 }
 #: Where a kind is no literal in a call: values that pass through.
-_CALLS = {"event", "Note", "_note", "_on_event"}
+_CALLS = {"event", "Note", "_note", "_on_event", "record"}
 
 
 def events() -> str:
@@ -479,7 +484,7 @@ def kinds_in(tree: ast.AST) -> Iterator[str]:
 
 def summary_keys() -> set[str]:
     """The keys of the summary that follow from events; some are there only if there is something to say."""
-    return {*Summary().to_dict(), "data", "data_wait_s", "fc"}
+    return {*Summary().to_dict(), "data", "data_wait_s", "fc", "resizing"}
 
 
 PAGES = {"commands.md": commands, "exit-codes.md": exit_codes, "api.md": api, "events.md": events}

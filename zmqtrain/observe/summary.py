@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from zmqtrain.observe.resizing import Resizing
 from zmqtrain.observe.spread import Spread
 from zmqtrain.observe.sums import SUMS, FieldSums, fields_of
 
@@ -42,6 +43,7 @@ class Summary:
         self._not_kept: dict[int, str] = {}  # step -> why its checkpoint is not complete
         self._momentum = _MomentumSeen()
         self._slow: list[dict[str, Any]] = []
+        self._resizing = Resizing()
         self._first: int | None = None  # the step at which the first worker began
         self._began: float | None = None
         self._ended: float | None = None
@@ -49,6 +51,7 @@ class Summary:
     def add(self, peer: str, event: Mapping[str, Any]) -> None:
         """Take one event, as in ``events.jsonl``."""
         values = event["values"]
+        self._resizing.add(event)
         if event["kind"] == "step":
             self._add_step(event["rank"], event["step"], event["time"], values)
         elif event["kind"] == SUMS:
@@ -177,6 +180,7 @@ class Summary:
             "bytes_sent": self._bytes_before + sum(self._bytes_sent.values()),
             "replica_spread": self._spread,
             "slow": self._slow,
+            **({} if (resizing := self._resizing.to_dict()) is None else {"resizing": resizing}),
         }
 
     def _merged(self) -> dict[str, Any]:

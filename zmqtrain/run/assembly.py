@@ -100,7 +100,7 @@ class Assembly:
         """The run's description for the roles."""
         self.timeouts = topology.job.timeouts
         self.preemption = preemption or Preemption()
-        self._endpoint, self._say = endpoint, listeners.say
+        self._endpoint, self._say, self._on_event = endpoint, listeners.say, listeners.on_event
         self.coordinator = Coordinator(
             endpoint,
             placement,
@@ -163,7 +163,7 @@ class Assembly:
     async def drain(self, host: str) -> str:
         """Let ``host`` leave, while the others train on. Raises like `zmqtrain.run.draining.drain`."""
         topology, placement = self.description.topology, self.description.placement
-        return await drain(host, self._endpoint, self.coordinator, topology, placement, self._say)
+        return await drain(host, self._endpoint, self.coordinator, topology, placement, self._say, self._on_event)
 
     async def _on_leaves(self, caller: PeerId) -> Value:
         """An agent was told to end. Raises `UsageError` if the run cannot continue without its host."""

@@ -16,7 +16,7 @@ from zmqtrain.waiting import in_time
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zmqtrain.membership.coordinator import Coordinator
+    from zmqtrain.membership.coordinator import Coordinator, EventCallback
     from zmqtrain.membership.view import View
     from zmqtrain.net.endpoint import Endpoint, PeerId
     from zmqtrain.topology.placement import Placement
@@ -61,13 +61,16 @@ async def drain(
     topology: Topology,
     placement: Placement,
     say: Callable[[str], None],
+    record: EventCallback | None = None,
 ) -> str:
-    """Ask ``host`` to leave, and wait until it has. Returns what happened, for the user.
+    """Ask ``host`` to leave, and wait until it has. Returns what happened, for the user. ``record``: is told that it was asked.
 
     Raises `UsageError` if the run cannot continue without it, and `ConnectivityError` if it does not leave in time."""
     if not coordinator.running.is_set():
         raise UsageError(f"{host} cannot leave yet: not all members of the run have joined")
     check_drain(host, topology, placement, coordinator.view)
+    if record is not None:
+        record("drain", {"host": host, "roles": [role.peer for role in placement.of_host(host)]})
     timeouts, agent = topology.job.timeouts, f"agent/{host}"
     servers = [role.peer for role in placement.of_host(host) if role.kind == "server"]
     if servers:

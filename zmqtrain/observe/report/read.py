@@ -15,7 +15,7 @@ from zmqtrain.words import counted
 HEADLINE = (
     "status", "world", "steps", "samples", "seconds", "training_seconds", "samples_per_s", "step_s", "exposed_communication_s",
     "loss", "eval", "staleness", "bytes_sent", "replica_spread", "groups", "group_size", "roles", "hosts", "versions", "losses",
-    "account",
+    "account", "resizing",
 )  # fmt: skip
 
 
