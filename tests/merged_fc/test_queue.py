@@ -236,6 +236,24 @@ def test_what_waits_for_the_others_counts_with_them_although_it_is_of_a_lost_gro
     assert applied.groups == (0, 1, 2)
 
 
+def test_a_group_that_sits_a_step_out_holds_nobody_up_and_counts_for_nothing() -> None:
+    queue = elastic(3, 1, SYNC)
+    assert queue.sit_out(2, 12, 0) is None
+    assert queue.sit_out(2, 12, 0) is None  # another worker of its team says the same
+    assert queue.computed(turn_of(queue, 0, 0)) is None
+    applied = queue.computed(turn_of(queue, 1, 0))
+    assert applied is not None
+    assert (applied.groups, applied.steps) == ((0, 1), (0, 0))
+    assert queue.sit_out(2, 99, 1) is None  # a team that is no more
+    for group in (0, 1):
+        assert queue.computed(turn_of(queue, group, 1)) is None
+    applied = queue.computed(turn_of(queue, 2, 1))
+    assert applied is not None
+    assert applied.groups == (0, 1, 2)
+    assert [queue.sit_out(group, 10 + group, 2) for group in range(3)] == [None] * 3
+    assert queue.version == 2
+
+
 def test_if_no_gradient_counts_there_is_no_update() -> None:
     queue = elastic(1, 1, SYNC)
     queue.computed(turn_of(queue, 0, 0))

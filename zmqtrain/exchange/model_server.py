@@ -36,7 +36,7 @@ from zmqtrain.exchange.optimizer import require_elementwise
 from zmqtrain.exchange.own_team import OwnTeam
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.push_compression import PushCompression
-from zmqtrain.exchange.server_changes import BEGIN, ServerChanges
+from zmqtrain.exchange.server_changes import BEGIN, SITS_OUT, ServerChanges
 from zmqtrain.exchange.server_heads import Heads
 from zmqtrain.exchange.server_messages import (
     Configuration,
@@ -299,10 +299,8 @@ class ModelServerExchange:
         """In synchronous training: the group pushes that it has no gradient. So it always has the parameters of the others, and can
         take over what one of these leaves when it is lost."""
         assert self.synchronous, "groups that do not wait for each other have no steps in common"
-        assert self._members is not None
-        assert self._members.slots is not None
         await self.settle()
-        await self._tell_fc("left", self._members.slots.at(step).since)  # it has no parameters for this group
+        await self._tell_fc(SITS_OUT, self._life, step)
         replica = self._replica_started()
         if self._beside is not None:
             self._beside.rests = False

@@ -32,6 +32,8 @@ from zmqtrain.wire.payload import Value
 MEMBERS, CHANGE, HISTORY = "members", "change", "history"
 #: Tells an FC server what the run begins with (`base_value`), and whether groups keep their places.
 BEGIN = "fc_begin"
+#: Tells an FC server that a team (its life) has nothing to train in a step that others train.
+SITS_OUT = "sits_out"
 
 
 class ServerChanges:

@@ -218,6 +218,17 @@ class FcQueue:
         decision = self._machine.rest(group)
         return self._applied(decision.apply, decision.reason)
 
+    def sit_out(self, group: int, life: int, step: int) -> Applied | None:
+        """This team of the group has nothing to train in a step that others train (sync). All its workers say so; once counts."""
+        done = self._machine.done(group)
+        if self.life(group) != life or done is None or done > step:
+            return None
+        self._machine.check(group, step)
+        self._begin_at(group, step + 1)
+        self._pushed[group] = _Pushed(step, self.version, counts=False)
+        decision = self._machine.pushed(group, step)
+        return self._applied(decision.apply, decision.reason)
+
     def progress(self, life: int) -> tuple[int, int] | None:
         """As `zmqtrain.server.aggregator.Aggregator.progress`."""
         done = self._gone.get(life)

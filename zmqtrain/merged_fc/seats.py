@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from zmqtrain.errors import PeerLostError, ProtocolError
-from zmqtrain.exchange.server_changes import BEGIN, CHANGE, MEMBERS
+from zmqtrain.exchange.server_changes import BEGIN, CHANGE, MEMBERS, SITS_OUT
 from zmqtrain.membership.view import View
 from zmqtrain.merged_fc.messages import EVALUATE, parse_activations_tag
 from zmqtrain.merged_fc.queue import Applied, FcQueue
@@ -61,6 +61,7 @@ class FcSeats:
         self._endpoint.serve(MEMBERS, self._on_members)
         self._endpoint.serve(CHANGE, self._on_change)
         self._endpoint.serve("left", self._on_left)
+        self._endpoint.serve(SITS_OUT, self._on_sits_out)
         self._endpoint.serve("finished", self._on_finished)
 
     def heed_in(self, background: ServerTasks) -> None:
@@ -174,6 +175,12 @@ class FcSeats:
         lives = await self._ready()
         async with self._lock:
             await lives.rest(caller, since)
+        return None
+
+    async def _on_sits_out(self, caller: PeerId, life: int, step: int) -> Value:
+        lives = await self._ready()
+        async with self._lock:
+            await self._apply(self._queue.sit_out(lives.group_of(caller), life, step))
         return None
 
     async def _on_finished(self, caller: PeerId, life: int) -> Value:
