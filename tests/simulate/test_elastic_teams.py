@@ -106,6 +106,13 @@ def test_one_that_had_nothing_left_trains_what_another_one_leaves_in_the_last_st
     assert (result.ending.status, result.broken) == ("done", []), result.ending.error
 
 
+def test_one_that_comes_when_all_is_trained_is_not_kept_waiting() -> None:
+    faults = restart("worker/2", at=0.0710459, after=0.00927256), restart("worker/1", at=0.0898924, after=0.00927256)
+    result = simulate(teams_topology('"sync"', groups=4, size=1, epochs=True), seed=106, options=Options(faults=faults))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+    assert result.seconds < 5
+
+
 def test_until_servers_have_their_first_values_the_worker_that_gives_them_cannot_be_replaced() -> None:
     """The auditor knows. The run begins again."""
     shape = teams_topology('"sync"', groups=1, size=3, job="restarts = 2")

@@ -96,6 +96,7 @@ class ModelServerExchange:
         self._members: Members | None = members
         self._changes: ServerChanges | None = None
         self._own_team: OwnTeam | None = None  # if groups have several workers, and may lose some
+        self._next = 0  # the step after the last one that has begun
         self._kept_by: dict[int, PeerId] = {}  # shard -> the server that was told to keep the last checkpoint
         self._beside: Beside | None = None  # if workers may come late
         self._endpoint = endpoint
@@ -287,6 +288,7 @@ class ModelServerExchange:
             self._turn = _Turn(self._group, whole, self._life, slot.torn)
             self._recorder.audit("takes", step=step, slot=slot.number)
         assert self._base is not None
+        self._next = step + 1
         self._under_way.begin(step, len(self._replica.buckets))
         # Read now, since a schedule may change them before the last bucket is pushed.
         self._changed = differing(self._compensation.of(self._replica.hyperparameters()), self._base)
@@ -307,6 +309,7 @@ class ModelServerExchange:
         whole = self._group.size == len(self._settings.groups[self._settings.group])
         self._turn = _Turn(self._group, whole, self._life, nothing=True)
         self._clip = None
+        self._next = step + 1
         self._under_way.begin(step, len(replica.buckets))
         assert self._base is not None
         self._changed = differing(self._compensation.of(replica.hyperparameters()), self._base)
@@ -396,8 +399,13 @@ class ModelServerExchange:
             await self._beside.give()
         if self._own_team is not None:  # servers must not wait for a team that they have not let in yet
             await self._own_team.entered()
-        if self._replica is None or (era is not None and self.synchronous):  # those take part in every step (`sit_out`)
+        if self._replica is None:
             return
+        if plan is not None and self.synchronous and self._members is not None:
+            era = plan.eras[-1]
+            due = {self._next, max(self._next, era.since)}
+            if any(self._members.slot(step) is not None or self._members.sits_out(step) for step in due):
+                return  # because of a change meanwhile
         # The era until now: a change meanwhile may have left this worker something to train.
         since: list[Value] = [] if era is None else [era.since]
         await together(self._ask_servers("left", *since), self._tell_fc("left", *since))
