@@ -278,24 +278,33 @@ class ModelServerExchange:
             self._replica_started().parameters_ready(bucket)
 
     def begin_step(self, step: int) -> None:
-        assert self._replica is not None, "start() comes first"
-        if self._beside is not None:
-            self._beside.rests = False
+        turn = self._turn
         if self._members is not None:
             slot = self._members.slot(step)
             assert slot is not None, f"step {step} has no batch for this worker"
-            whole = self._group.size == len(self._settings.groups[self._settings.group])
-            self._turn = _Turn(self._group, whole, self._life, slot.torn)
+            turn = _Turn(self._group, self._whole, self._life, slot.torn)
             self._recorder.audit("takes", step=step, slot=slot.number)
-        assert self._base is not None
-        self._next = step + 1
-        self._under_way.begin(step, len(self._replica.buckets))
-        # Read now, since a schedule may change them before the last bucket is pushed.
-        self._changed = differing(self._compensation.of(self._replica.hyperparameters()), self._base)
+        self._take_turn(step, turn)
         clips = self._clips_itself
         if clips or self._settings.judges:
             clip_norm = self._settings.clip_norm if clips else 0.0
-            self._clip = GroupClip(len(self._replica.buckets), clip_norm, judges=self._settings.judges)
+            self._clip = GroupClip(len(self._replica_started().buckets), clip_norm, judges=self._settings.judges)
+
+    def _take_turn(self, step: int, turn: _Turn) -> None:
+        """Buckets that are ready from now on are exchanged for ``step``."""
+        replica = self._replica_started()
+        assert self._base is not None
+        if self._beside is not None:
+            self._beside.rests = False
+        self._turn, self._next = turn, step + 1
+        self._under_way.begin(step, len(replica.buckets))
+        # Read now, since a schedule may change them before the last bucket is pushed.
+        self._changed = differing(self._compensation.of(replica.hyperparameters()), self._base)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether nobody of the group is lost."""
+        return self._group.size == len(self._settings.groups[self._settings.group])
 
     async def sit_out(self, step: int) -> None:
         """In synchronous training: the group pushes that it has no gradient. So it always has the parameters of the others, and can
@@ -303,17 +312,9 @@ class ModelServerExchange:
         assert self.synchronous, "groups that do not wait for each other have no steps in common"
         await self.settle()
         await self._tell_fc(SITS_OUT, self._life, step)
-        replica = self._replica_started()
-        if self._beside is not None:
-            self._beside.rests = False
-        whole = self._group.size == len(self._settings.groups[self._settings.group])
-        self._turn = _Turn(self._group, whole, self._life, nothing=True)
+        self._take_turn(step, _Turn(self._group, self._whole, self._life, nothing=True))
         self._clip = None
-        self._next = step + 1
-        self._under_way.begin(step, len(replica.buckets))
-        assert self._base is not None
-        self._changed = differing(self._compensation.of(replica.hyperparameters()), self._base)
-        for bucket in replica.buckets:
+        for bucket in self._replica_started().buckets:
             self._under_way.add(bucket)
         await self.end_step()
         await self.settle()
@@ -546,9 +547,7 @@ class ModelServerExchange:
         gradient: Payload = ValuePayload() if turn.nothing else bucket.gradients.part(piece.start, piece.stop)
         gradient.meta = meta
         message = gradient
-        if turn.nothing:
-            pass
-        elif self._compression is not None and not passed_over:
+        if self._compression is not None and not passed_over and not turn.nothing:
             message = await self._compression.message(piece, gradient, self._arithmetic)
         self._recorder.audit("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
         lasting = message is gradient  # it is not written before the answer, which means that the server has applied it
