@@ -36,11 +36,13 @@ async def trained(
     """The run, and the parameters of each group. A run with a ``folder`` keeps a checkpoint of its last step."""
     groups, exchange = EXCHANGES[kind]
     recipe = Recipe(model=network, train_data=data_of(72), eval_data=None, optimizer=OPTIMIZERS[optimizer])
+    hosts = {"hosts": more.pop("hosts")} if "hosts" in more else {}
     topology = topology_of(
-        job={"steps": steps, "elastic": False, "checkpoint_every": HALF if folder else 0},
+        job={"steps": steps, "elastic": "replicas" in more, "checkpoint_every": HALF if folder else 0},
         compute={"groups": groups, "group_size": math.prod(map(int, grid.split("x"))), "batch_size": 8, "grid": grid}
         | more.pop("compute", {}),
         exchange=exchange | more,
+        **hosts,
     )
     result = await run(topology, recipe, folder=folder, resume=resume)
     return result, [] if result.errors else [whole(recipe, group, grid) for group in range(groups)]
@@ -88,6 +90,34 @@ async def test_other_buckets_and_pieces_go_on_too(tmp_path: Path) -> None:
     assert not rest.errors, rest.errors
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shards", "split_size", "more"),
+    [
+        ("sync", 1, 4096, {}),
+        ("sync", 5, 512, {"replicas": 1}),
+        ("async", 3, 4096, {"compression": "int8"}),
+    ],
+)
+async def test_other_numbers_of_servers_and_sizes_of_pieces_go_on_too(
+    kind: str, shards: int, split_size: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """The buckets stay what they are. Rounding to int8 has one scale a piece, so only the step from which it goes on is compared."""
+    grid = "1x2"
+    if "replicas" in more:  # which are for groups of one worker
+        more, grid = {**more, "hosts": [{"name": f"h{number}", "slots": 4} for number in range(2)]}, "1x1"
+    straight, expected = await trained(kind, grid, "adam", STEPS, **more)
+    assert not straight.errors, straight.errors
+    half, _ = await trained(kind, grid, "adam", HALF, folder=tmp_path, **more)
+    assert not half.errors, half.errors
+    changed: dict[str, Any] = {"shards": shards, "split_size": split_size}
+    rest, found = await trained(kind, grid, "adam", STEPS, resume=tmp_path, **(more | changed))
+    assert not rest.errors, rest.errors
+    assert rest.recorders["worker/0"].of("start")[0]["step"] == HALF
+    if "compression" not in more:
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("compression", ["sign", "powersgd"])

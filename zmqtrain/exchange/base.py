@@ -160,6 +160,9 @@ class Replica(Protocol):
 class Resumable(Protocol):
     """An exchange whose servers may begin with pieces of a checkpoint that were divided anew."""
 
+    def division(self, replica: Replica) -> list[Value]:
+        """How servers divide the replica's model, as the exchange's `state_dict` tells of it once it has started."""
+
     def hand_to_servers(self, pieces: Callable[[int, int, int], tuple[dict[str, Tensor], int]], step: int) -> None:
         """Give servers what ``pieces(bucket, start, stop)`` returns (tensors, as `zmqtrain.server.checkpoint` keeps them, and the
         piece's version) when the exchange starts. Training goes on with ``step``. Call it on all workers."""

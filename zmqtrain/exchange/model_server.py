@@ -49,7 +49,7 @@ from zmqtrain.exchange.server_messages import (
 )
 from zmqtrain.exchange.server_reads import ServerReads
 from zmqtrain.exchange.server_settings import ModelServerSettings
-from zmqtrain.exchange.server_start import PiecesOfCheckpoint, configuration_of, numbers_of, send_initial
+from zmqtrain.exchange.server_start import PiecesOfCheckpoint, configuration_of, division, numbers_of, send_initial
 from zmqtrain.exchange.team_parts import gather_parts
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.membership.client import Membership
@@ -431,8 +431,8 @@ class ModelServerExchange:
 
     def state_dict(self) -> dict[str, Value]:
         """Gradients that compression has not sent yet, and which piece is which. All other state is the servers'."""
-        pieces: list[Value] = [[piece.bucket, piece.start, piece.stop, piece.server] for piece in self._cut]
-        return {"residuals": {} if self._compression is None else self._compression.state_dict(), "pieces": pieces}
+        residuals = {} if self._compression is None else self._compression.state_dict()
+        return {"residuals": residuals, "pieces": _in_values(self._cut)}
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         residuals = state.get("residuals")
@@ -445,6 +445,9 @@ class ModelServerExchange:
                 "the checkpoint has gradients that compression has not sent yet, and this run has no compression, so they would be "
                 "lost: resume with the old [exchange] compression"
             )
+
+    def division(self, replica: Replica) -> list[Value]:
+        return _in_values(division(replica.buckets, self._settings))
 
     def hand_to_servers(self, pieces: PiecesOfCheckpoint, step: int) -> None:
         self._resumed = pieces, step
@@ -607,3 +610,7 @@ def _clip(parts: Sequence[Payload], factor: float, *, nothing: bool) -> None:
             part.scale_(factor)
         elif isinstance(part, TensorPayload):
             part.tensor.zero_()
+
+
+def _in_values(cut: Sequence[Piece]) -> list[Value]:
+    return [[piece.bucket, piece.start, piece.stop, piece.server] for piece in cut]

@@ -12,7 +12,7 @@ from zmqtrain.exchange.base import Bucket, OptimizerSpec
 from zmqtrain.exchange.checkpoint_part import pack_manifest
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.momentum import Compensation
-from zmqtrain.exchange.pieces import Piece
+from zmqtrain.exchange.pieces import Piece, pieces
 from zmqtrain.exchange.server_changes import base_value
 from zmqtrain.exchange.server_messages import BucketDescription, Configuration, initial_tag, resumed_tag
 from zmqtrain.exchange.server_settings import ModelServerSettings
@@ -65,6 +65,12 @@ def configuration_of(
         ceilings=tuple(map(compensation.ceiling, given.groups)),
         limits=compensation.limits(given),
     )
+
+
+def division(buckets: Sequence[Bucket], settings: ModelServerSettings) -> tuple[Piece, ...]:
+    """The model divided into pieces."""
+    sizes = [each.size for bucket in buckets for each in _descriptions(bucket)]
+    return pieces(sizes, len(settings.groups[0]), len(settings.servers), settings.split_bytes)
 
 
 def _descriptions(bucket: Bucket) -> list[BucketDescription]:

@@ -21,6 +21,7 @@ from zmqtrain.wire.tensor import TensorPayload
 #: Fetches a part of the checkpoint by the name under which it was kept.
 FetchPart = Callable[[str], Awaitable[Part]]
 _OLD_GRID = "resume with the grid, group_size and bucket_size with which it was written"
+_OLD_PIECES = "resume with the grid, group_size, bucket_size, shards and split_size with which it was written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,8 @@ async def recut_servers(was: Layout, now: Layout, group: int, position: int, own
     `CheckpointError`."""
     state = _table(own, "exchange")
     if not isinstance(state.get("pieces"), list):
-        raise CheckpointError(f"the checkpoint does not say how model servers divided the model: {_OLD_GRID}")
-    _refuse_unsent(state.get("residuals"))
+        raise CheckpointError(f"the checkpoint does not say how model servers divided the model: {_OLD_PIECES}")
+    _refuse_unsent(state.get("residuals"), _OLD_PIECES)
     firsts = {now.sharers(bucket, now.row_of(bucket, position))[0] for bucket in range(len(now.buckets))}
     if group or position not in firsts:
         return Recut(was, now, pieces=_none, step=own.step)
@@ -110,12 +111,12 @@ async def recut_servers(was: Layout, now: Layout, group: int, position: int, own
 
 def refuse_unsent_parts(own: Part) -> None:
     """Raise `CheckpointError` if all-reduce has kept anything of buckets that were others."""
-    _refuse_unsent(_table(own, "exchange"))
+    _refuse_unsent(_table(own, "exchange"), _OLD_GRID)
 
 
-def _refuse_unsent(kept: object) -> None:
+def _refuse_unsent(kept: object, advice: str) -> None:
     if kept:
-        raise CheckpointError(f"the checkpoint has gradients that compression has not sent, of each worker's own part: {_OLD_GRID}")
+        raise CheckpointError(f"the checkpoint has gradients that compression has not sent, of each worker's own part: {advice}")
 
 
 def _take_apart(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zmqtrain.errors import CheckpointError
-from zmqtrain.exchange.base import Exchange
+from zmqtrain.exchange.base import Exchange, Resumable
 from zmqtrain.exchange.checkpoint_part import AS_KEPT, MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.topology.schema import Topology
@@ -140,7 +140,7 @@ class Saver:
             into = _parameters(replica) if self._apart else {}
             load_optimizer_state(replica.model, replica.optimizer, await self._restore_into(self._group_part, into, parts))
         replica.memory.publish()
-        recut = await self._recut(own, replica)
+        recut = await self._recut(own, replica, exchange)
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
@@ -169,15 +169,15 @@ class Saver:
     def _layout(self, replica: TorchReplica) -> Layout:
         return Layout.of(replica, PartConverter.of(replica.model).shards, self.size[0])
 
-    async def _recut(self, own: Part, replica: TorchReplica) -> Recut | None:
-        """What the exchange begins with, if the checkpoint was written with other parts of the model or buckets; else ``None``.
-        Raises `CheckpointError` for what cannot be divided anew."""
+    async def _recut(self, own: Part, replica: TorchReplica, exchange: Exchange) -> Recut | None:
+        """What the exchange begins with, if the checkpoint was written with other parts of the model, buckets or pieces of servers;
+        else ``None``. Raises `CheckpointError` for what cannot be divided anew."""
         kept = own.sidecar.get("layout")
         if kept is None:  # of a release that resumed on the same grid only
             return None
         with taking_back(own.name):
             was, now = Layout.from_value(kept), self._layout(replica)
-        if was == now and (self.kind != "averaging" or bool(own.sidecar.get(WHOLE)) == self.whole):
+        if was == now and not self._held_otherwise(own, replica, exchange):
             return None
         others = (was.group_size, was.parameters, own.sidecar.get("columns")) != (now.group_size, now.parameters, self.size[1])
         if others and own.sidecar.get("added up") is not None:
@@ -200,6 +200,16 @@ class Saver:
         if self.kind == "allreduce":
             refuse_unsent_parts(own)
         return Recut(was, now)
+
+    def _held_otherwise(self, own: Part, replica: TorchReplica, exchange: Exchange) -> bool:
+        """Whether others keep the model, bucket by bucket, than when the checkpoint was written."""
+        if self.kind == "averaging":
+            return bool(own.sidecar.get(WHOLE)) != self.whole
+        if not isinstance(exchange, Resumable):
+            return False
+        kept: Any = own.sidecar.get("exchange")
+        pieces = kept.get("pieces") if isinstance(kept, Mapping) else None
+        return isinstance(pieces, list) and pieces != exchange.division(replica)
 
     async def _kept(self, timeout_s: float, name: str) -> Part:
         """A part as the run that wrote the checkpoint named it."""
@@ -226,7 +236,7 @@ class Saver:
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         _fill(own.name, buffers, PartConverter.of(replica.model).cut(tensors_of(own)))
         replica.memory.publish()
-        recut = await self._recut(own, replica)
+        recut = await self._recut(own, replica, exchange)
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
@@ -255,7 +265,7 @@ class Saver:
                 f"the checkpoint of step {own.step} was written between two exchanges of gradients ([exchange] every), while a "
                 "worker was lost: resume from a checkpoint right after an exchange"
             )
-        recut = await self._recut(own, replica)
+        recut = await self._recut(own, replica, exchange)
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
