@@ -12,9 +12,9 @@ from zmqtrain.exchange.pieces import BucketSize, pieces
 buckets = st.lists(st.builds(BucketSize, st.integers(1, 500), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=8)
 
 
-@given(buckets, st.integers(1, 5), st.integers(1, 4), st.integers(1, 400))
-def test_pieces(sizes: list[BucketSize], group_size: int, servers: int, split_bytes: int) -> None:
-    cut = pieces(sizes, group_size, servers, split_bytes)
+@given(buckets, st.integers(1, 5), st.integers(1, 4), st.integers(1, 400), st.none() | st.integers(1, 400))
+def test_pieces(sizes: list[BucketSize], group_size: int, servers: int, split_bytes: int, least_bytes: int | None) -> None:
+    cut = pieces(sizes, group_size, servers, split_bytes, least_bytes)
     assert [piece.index for piece in cut] == list(range(len(cut)))
     for index, bucket in enumerate(sizes):
         here = [piece for piece in cut if piece.bucket == index]
@@ -54,3 +54,10 @@ def test_a_cut_that_leaves_no_server_without_a_piece_stays_as_it_was() -> None:
     """Checkpoints of before go on."""
     cut = pieces([BucketSize(1000, 4), BucketSize(10, 4)], 1, 2, 4 << 20)
     assert [(piece.numel, piece.server) for piece in cut] == [(1000, 0), (10, 1)]
+
+
+def test_every_bucket_goes_to_all_servers_in_equal_parts() -> None:
+    cut = pieces([BucketSize(1200, 4), BucketSize(400, 4), BucketSize(4, 4)], 2, 2, 1200, 40)
+    assert [(piece.bucket, piece.numel, piece.server) for piece in cut[:4]] == [(0, 300, number % 2) for number in range(4)]
+    assert [(piece.bucket, piece.numel, piece.server) for piece in cut[4:8]] == [(1, 100, number % 2) for number in range(4)]
+    assert [(piece.bucket, piece.numel) for piece in cut[8:]] == [(2, 2), (2, 2)], "not smaller than 40 bytes without need"

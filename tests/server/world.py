@@ -18,6 +18,7 @@ from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.server.model_server import ModelServer
 from zmqtrain.server.settings import ServerCheckpoints, ServerSettings
+from zmqtrain.topology.bucket_limit import PieceLimit
 from zmqtrain.wire.tensor import TensorPayload
 
 SIZES = (7, 40, 1, 23)
@@ -130,7 +131,8 @@ class World:
             0,
             names,
             tuple(f"server/{index}" for index in range(servers)),
-            **{"split_bytes": 80, "barrier_s": 20.0, "request_s": 20.0, **settings},
+            pieces=PieceLimit(settings.pop("split_bytes", 80)),
+            **{"barrier_s": 20.0, "request_s": 20.0, **settings},
         )
         self.workers = tuple(name for members in names for name in members)
         self.servers = [

@@ -103,7 +103,7 @@ async def test_other_buckets_and_pieces_go_on_too(tmp_path: Path) -> None:
 async def test_other_numbers_of_servers_and_sizes_of_pieces_go_on_too(
     kind: str, shards: int, split_size: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The buckets stay what they are. Rounding to int8 has one scale a piece, so only the step from which it goes on is compared."""
+    """The buckets stay what they are. Of int8, which has one scale a piece, only the first step is compared."""
     grid = "1x2"
     if "replicas" in more:  # which are for groups of one worker
         more, grid = {**more, "hosts": [{"name": f"h{number}", "slots": 4} for number in range(2)]}, "1x1"

@@ -34,6 +34,7 @@ from zmqtrain.net.node import Node
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.server.model_server import ModelServer
 from zmqtrain.server.settings import ServerSettings
+from zmqtrain.topology.bucket_limit import PieceLimit
 from zmqtrain.waiting import in_time
 
 
@@ -108,7 +109,7 @@ class ModelServers:
                 servers=tuple(f"server/{rank}" for rank in range(world)),
                 policy="bound" if isinstance(staleness, int) else staleness,
                 bound=staleness if isinstance(staleness, int) else 0,
-                split_bytes=bucket_bytes,
+                pieces=PieceLimit(bucket_bytes),
                 request_s=timeout_s,
                 barrier_s=timeout_s,
             )

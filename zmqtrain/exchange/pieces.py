@@ -38,21 +38,28 @@ class Piece:
         return self.stop - self.start
 
 
-def pieces(buckets: Sequence[BucketSize], group_size: int, servers: int, split_bytes: int) -> tuple[Piece, ...]:
+def pieces(
+    buckets: Sequence[BucketSize], group_size: int, servers: int, split_bytes: int, least_bytes: int | None = None
+) -> tuple[Piece, ...]:
     """Divide all buckets so that every element is in exactly one piece. No piece is larger than ``split_bytes`` (or one element),
     and none crosses two workers' parts. A piece goes to the server with the fewest bytes so far, so the servers' loads differ by at
     most a piece.
 
-    If servers would get no piece of a model, it is divided into smaller pieces, down to single elements.
+    Each worker's part of a bucket is divided evenly among all servers, unless its pieces would be smaller than ``least_bytes`` (by
+    default ``split_bytes``). If servers would get no piece of a model, it is divided into smaller pieces, down to single elements.
     """
     assert group_size > 0
     assert servers > 0
+    least_bytes = split_bytes if least_bytes is None else least_bytes
     most_bytes = _finer(buckets, group_size, servers, split_bytes)
     load = [0] * servers
     result: list[Piece] = []
     for index, bucket in enumerate(buckets):
         for position, (start, stop) in _parts(bucket, group_size):
             count = _count(stop - start, bucket, most_bytes)
+            even = -(-count // servers) * servers
+            if even > count and (stop - start) * bucket.itemsize >= count * least_bytes:
+                count = min(even, (stop - start) * bucket.itemsize // least_bytes)
             # Even pieces, since one small remainder costs as much as a large message.
             for first, last in bounds(stop - start, count) if count else []:
                 server = load.index(min(load))

@@ -94,6 +94,8 @@ class Configuration:
     servers: tuple[PeerId, ...]
     split_bytes: int
     policy: PolicyKind
+    least_bytes: int | None = None
+    """With ``split_bytes``, the sizes of pieces (`zmqtrain.exchange.pieces`)."""
     bound: int = 0
     snapshot: bool = False
     clip_norm: float = 0.0
@@ -124,7 +126,8 @@ class Configuration:
 
     def pieces(self) -> tuple[Piece, ...]:
         """The model divided into pieces."""
-        return pieces([bucket.size for bucket in self.buckets], len(self.groups[0]), len(self.servers), self.split_bytes)
+        sizes = [bucket.size for bucket in self.buckets]
+        return pieces(sizes, len(self.groups[0]), len(self.servers), self.split_bytes, self.least_bytes)
 
     def to_value(self) -> Value:
         """The configuration as plain values, which `from_value` reads."""

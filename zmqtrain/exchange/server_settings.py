@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zmqtrain.exchange.momentum import Compensation, expected_staleness
 from zmqtrain.exchange.server_messages import PolicyKind
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.topology.bucket_limit import PieceLimit
 from zmqtrain.topology.placement import Placement, RolePlacement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts
@@ -24,7 +25,7 @@ class ModelServerSettings:
     policy: PolicyKind = "async"
     bound: int = 0
     snapshot: bool = False
-    split_bytes: int = 4 << 20
+    pieces: PieceLimit = field(default_factory=PieceLimit)
     compensate: bool = False
     """Adapt the optimizer's momentum to what asynchrony adds (`zmqtrain.exchange.momentum`)."""
     look_ahead: bool = False
@@ -66,7 +67,7 @@ class ModelServerSettings:
             policy=exchange.policy,
             bound=exchange.bound or 0,
             snapshot=exchange.snapshot,
-            split_bytes=exchange.split_bytes,
+            pieces=PieceLimit.of(topology),
             compensate=topology.optimizer.momentum == "auto",
             look_ahead=topology.optimizer.look_ahead == "auto",
             own_rate=topology.optimizer.lr is not None,

@@ -46,12 +46,15 @@ def configuration_of(
         resumed: the step of the checkpoint whose values they get from workers.
     """
     slots = None if members is None or members.slots is None else base_value(members.slots, members.teams)
+    described = _described(buckets)
+    split_bytes, least_bytes = _sizes(described, settings)
     return Configuration(
-        buckets=tuple(each for bucket in buckets for each in _descriptions(bucket)),
+        buckets=described,
         optimizer=optimizer,
         groups=settings.groups,
         servers=settings.servers,
-        split_bytes=settings.split_bytes,
+        split_bytes=split_bytes,
+        least_bytes=least_bytes,
         policy=settings.policy,
         bound=settings.bound,
         snapshot=settings.snapshot,
@@ -68,9 +71,18 @@ def configuration_of(
 
 
 def division(buckets: Sequence[Bucket], settings: ModelServerSettings) -> tuple[Piece, ...]:
-    """The model divided into pieces."""
-    sizes = [each.size for bucket in buckets for each in _descriptions(bucket)]
-    return pieces(sizes, len(settings.groups[0]), len(settings.servers), settings.split_bytes)
+    """The model divided into pieces, as a `Configuration` divides it."""
+    described = _described(buckets)
+    sizes = [each.size for each in described]
+    return pieces(sizes, len(settings.groups[0]), len(settings.servers), *_sizes(described, settings))
+
+
+def _sizes(buckets: Sequence[BucketDescription], settings: ModelServerSettings) -> tuple[int, int]:
+    return settings.pieces.of_model(sum(bucket.size.numel * bucket.size.itemsize for bucket in buckets))
+
+
+def _described(buckets: Sequence[Bucket]) -> tuple[BucketDescription, ...]:
+    return tuple(each for bucket in buckets for each in _descriptions(bucket))
 
 
 def _descriptions(bucket: Bucket) -> list[BucketDescription]:

@@ -30,7 +30,7 @@ from zmqtrain.plan.setup import link_of, part_of
 from zmqtrain.plan.traffic import Traffic, activation_bytes, parameter_bytes
 from zmqtrain.plan.two_phases import Growth, Lasts, in_proportion, split_of
 from zmqtrain.plan.variation import Variation, wait_s
-from zmqtrain.topology.bucket_limit import BucketLimit
+from zmqtrain.topology.bucket_limit import BucketLimit, PieceLimit
 from zmqtrain.topology.links import MEMORY_BYTE_S
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Topology
@@ -85,7 +85,7 @@ class OurRuntime:
         nbytes = sum(each.nbytes for each in loads)
         buckets = buckets_of(loads, BucketLimit.of(topology).bytes_of(nbytes))
         usual = nbytes / max(1, len(buckets))
-        piece_bytes = topology.exchange.split_bytes * compute.group_size
+        piece_bytes = PieceLimit.of(topology).of_model(nbytes)[0] * compute.group_size
         way = Traffic.of(placement, 0, usual).way(self.link, self.update_byte_s / topology.servers, piece_bytes)
         turn = None if merged is None else FcTurn.of(merged, placement, self.link)
         fc = None if merged is None or turn is None else self._fc(merged, turn, placement)

@@ -134,8 +134,8 @@ class Compute(Section):
     )
     bucket_size: ByteSize | None = Field(
         default=None,
-        description="Approximate size of the buckets in which parameters travel. Default: 4 MiB; where all-reduce crosses "
-        "hosts, a quarter of the model if that is less, but at least 128 KiB.",
+        description="Approximate size of the buckets in which parameters travel. Default: 4 MiB; on several hosts, but "
+        "for averaging, a quarter of the model if that is less, but at least 128 KiB.",
     )
     overlap: bool = Field(default=True, description="Exchange gradients while backward is still running.")
     shared_memory: bool = Field(

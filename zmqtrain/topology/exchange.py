@@ -67,7 +67,11 @@ class ExchangeSection(Section):
     )
     averaging: Averaging = Field(default_factory=Averaging, description="How groups that train alone combine their models.")
     gossip: Gossip = Field(default_factory=Gossip, description="What gossip exchanges, and with whom.")
-    split_size: ByteSize = Field(default=4 * 2**20, description="Larger tensors are split into pieces of at most this size.")
+    split_size: ByteSize = Field(
+        default=4 * 2**20,
+        description="For model servers: the largest piece of a bucket. "
+        "On several hosts, each bucket is divided evenly among all servers.",
+    )
     compression: Literal["none", "auto", "fp16", "bf16", "int8", "sign", "topk", "powersgd"] = Field(
         default="none",
         description="For allreduce and model servers: how gradients are compressed on the wire. sign: one bit each. topk: the "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ from zmqtrain.exchange.sums import Sums
 from zmqtrain.exchange.team_parts import weight_in_mean
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import Endpoint, PeerId, Sent, Tag
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.waiting import in_time, together
 from zmqtrain.wire.payload import Payload
 
@@ -66,6 +67,8 @@ class GossipSettings:
     """Let the next forward begin while buckets are being exchanged."""
     timeout_s: float = 60.0
     """How long to wait for a partner."""
+    buckets: BucketLimit = field(default_factory=BucketLimit)
+    """By which the model was divided into buckets."""
 
 
 class GossipExchange(Serverless):
@@ -74,6 +77,11 @@ class GossipExchange(Serverless):
 
     With ``members`` that survive losses (and groups of one worker), a lost partner is not waited for: the bucket stays unchanged. A
     bucket is averaged only once it has arrived completely, and then to the end, so it is never left half averaged.
+
+    The few buckets of a small model are exchanged one after another, on all workers in the same order. A worker that could give its
+    next bucket before it had its partner's would run ahead, and soon two of them would send to the same third at once while others'
+    NICs have nothing to do: among eight peers at 100 Mbit/s, a step of CIFARNet took 82 ms so, and takes 50 in turn.
+    Of a large model's many buckets those that the next forward needs first go first.
 
     Groups of several workers that may lose some (`GroupSums`) exchange what `TeamGossip` says, when backward has ended; the step
     ends when all of the group have the mean.
@@ -111,6 +119,8 @@ class GossipExchange(Serverless):
         self._step = 0
         self._partners: _Peers | None = None
         self._distance: Distance | None = None
+        self._in_turn = False
+        self._traded: list[asyncio.Event] = []  # of the step, by bucket
         self._source_of_state = StateSource(endpoint, timeout_s=settings.timeout_s)
         self._repeats = False
         self._teams: TeamGossip | None = None
@@ -142,6 +152,7 @@ class GossipExchange(Serverless):
             by_bucket=gossip.granularity == "bucket" and not context.whole_updates,
             overlap=worker.topology.compute.overlap,
             timeout_s=worker.timeouts.barrier_s,
+            buckets=BucketLimit.of(worker.topology),
         )
         return cls(
             worker.endpoint,
@@ -169,6 +180,7 @@ class GossipExchange(Serverless):
     async def start(self, replica: Replica, *, restored: bool = False) -> int | None:
         self._replica = replica
         replica.optimize(self._when)
+        self._in_turn = self._settings.buckets.divides(sum(bucket.parameters.nbytes for bucket in replica.buckets))
         members = self._members
         (self._source_of_state.serve if self._own is None else self._source_of_state.serve_groups)(members)
         first = None
@@ -204,6 +216,7 @@ class GossipExchange(Serverless):
         self._partners = self._partners_at(step)
         measured = step % DISTANCE_EVERY == 0 and self._partners is not None and bool(self._partners.sources)
         self._distance = Distance(len(buckets)) if measured else None
+        self._traded = [asyncio.Event() for _ in buckets]
         if self._own is not None:
             self._own.begin(step)
         else:
@@ -301,16 +314,24 @@ class GossipExchange(Serverless):
             await replica.update()
 
     def _begin(self, bucket: Bucket, step: int) -> Coroutine[Any, Any, None]:
-        return self._exchange(bucket, step, self._partners, self._distance)
+        return self._exchange(bucket, step, self._partners, self._distance, self._traded)
 
-    async def _exchange(self, bucket: Bucket, step: int, partners: _Peers | None, distance: Distance | None) -> None:
+    async def _exchange(
+        self, bucket: Bucket, step: int, partners: _Peers | None, distance: Distance | None, traded: Sequence[asyncio.Event]
+    ) -> None:
         group, weights = bucket.sharers(self._group), self._settings.exchange == "weights"
         payload = bucket.parameters if weights else bucket.gradients
         if self._early and self._group.size > 1:
             await self._sums.sum(bucket, ("gradients", step, bucket.index))
         if partners is not None:
             part = payload if group.size == 1 else payload.part(*bounds(payload.numel, group.size)[group.rank])
-            await self._trade(bucket.index, part, step, partners, distance)
+            before = bucket.index - 1 if self._early else bucket.index + 1
+            if self._in_turn and 0 <= before < len(traded):
+                await traded[before].wait()
+            try:
+                await self._trade(bucket.index, part, step, partners, distance)
+            finally:
+                traded[bucket.index].set()
             if group.size > 1:
                 await all_gather(group, payload, ("gossip", step, bucket.index), priority=bucket.index)
         if weights or self._early:
