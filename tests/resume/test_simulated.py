@@ -200,6 +200,36 @@ def test_a_run_goes_on_as_if_nothing_had_been(seed: int, tmp_path: Path) -> None
         assert ledger | rest.ledger(drawn.steps) == whole.ledger(drawn.steps)
 
 
+@pytest.mark.parametrize("seed", range(FIRST_DRAW + 1000, FIRST_DRAW + 1000 + DRAWS))
+def test_a_run_goes_on_with_other_servers(seed: int, tmp_path: Path) -> None:
+    """Another number of model servers, and pieces of other sizes. An update changes each element by itself, so that the bits stay
+    the same, but for the order of sums of a norm."""
+    drawn = next(each for each in (draw(seed + 10_000 * turn) for turn in range(1000)) if suits(each))
+    whole = Ran(tmp_path / "whole", drawn, steps=drawn.steps, resume=None)
+    part = Ran(tmp_path / "part", drawn, steps=drawn.steps // 2, resume=None)
+    assert part.newest is not None
+    exchange = drawn.sections["exchange"]
+    exchange |= {
+        "shards": 1 + exchange["shards"] % 5 if seed % 3 else exchange["shards"],
+        "split_size": ("64 B", "100 B")[seed % 2],
+    }
+    rest = Ran(tmp_path / "rest", drawn, steps=drawn.steps, resume=part.newest)
+    assert rest.result.ending.status == "done", rest.result.ending
+    assert rest.first == drawn.steps // 2
+    if drawn.exact or drawn.close:
+        for mine, theirs in zip(rest.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+    if not drawn.divided:
+        ledger = {step: part.ledger(drawn.steps)[step] for step in range(rest.first)}
+        assert ledger | rest.ledger(drawn.steps) == whole.ledger(drawn.steps)
+
+
+def suits(drawn: Draw) -> bool:
+    """Whether servers have all that its checkpoints keep of gradients."""
+    exchange = drawn.sections["exchange"]
+    return exchange["kind"] == "model_server" and exchange["compression"] in ("none", "fp16")
+
+
 @pytest.mark.parametrize("seed", range(FIRST_DRAW + 500, FIRST_DRAW + 500 + DRAWS))
 def test_a_run_begins_again_by_itself(seed: int, tmp_path: Path) -> None:
     """With ``restarts``, a run that cannot go on without a role that was killed, whatever it is."""
