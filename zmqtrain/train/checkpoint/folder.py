@@ -169,7 +169,7 @@ class Checkpoint:
         for name, mine in asdict(self.shape).items():
             if name == "group_size" and not shape.fc_servers and self._workers is None:
                 continue  # models may be divided in another way
-            if name == "servers" and shape.servers:
+            if name == "servers" and self.shape.servers and shape.servers:
                 continue  # and among more or fewer servers
             if mine != getattr(shape, name):
                 raise CheckpointError(
