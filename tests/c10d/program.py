@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from datetime import timedelta
 from importlib import import_module
 
@@ -94,7 +95,9 @@ def servers(size: int, policy: str) -> None:
             losses.append(loss.item())
             loss.backward()
             state.step()
-            schedule.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # schedules warn of an optimizer that has not stepped
+                schedule.step()
     if policy == "sync":
         reference = torch.optim.SGD(alone.parameters(), **settings)
         schedule = torch.optim.lr_scheduler.StepLR(reference, 2)

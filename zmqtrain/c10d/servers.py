@@ -86,7 +86,7 @@ class ModelServers:
         groups = tuple(tuple(f"worker/{first + place}" for place in range(size)) for first in range(0, world, size))
         self.within: Any = divided.within
         """The process group of this rank's own group, for DistributedDataParallel."""
-        self._timeout_s = timeout_s
+        self._timeout_s, self._optimizer = timeout_s, optimizer
         self._network = NetworkThread()
         self._region: Region | None = None
         self._nodes: list[Node] = []
@@ -109,7 +109,7 @@ class ModelServers:
                 servers=tuple(f"server/{rank}" for rank in range(world)),
                 policy="bound" if isinstance(staleness, int) else staleness,
                 bound=staleness if isinstance(staleness, int) else 0,
-                pieces=PieceLimit(bucket_bytes),
+                pieces=PieceLimit(bucket_bytes, spread=self._several_hosts),
                 request_s=timeout_s,
                 barrier_s=timeout_s,
             )
@@ -137,6 +137,7 @@ class ModelServers:
         """
         self._network.call(self._replica.finish_step())
         self._replica.take()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look at it
 
     def close(self) -> None:
         """Training is over: waits until all ranks have called this, since they need this rank's server until then."""
@@ -163,6 +164,7 @@ class ModelServers:
         dist.all_gather_object(found, {"host": this_host(), "encryption": encryption_wanted(), "memory": shared_memory_missing()})
         self._encrypted = encrypts(found, [f"rank {rank}" for rank in range(world)])
         own = found[self._rank]
+        self._several_hosts = any(told["host"] != own["host"] for told in found)
         here = [rank for rank, told in enumerate(found) if own["memory"] is told["memory"] is None and told["host"] == own["host"]]
         if here and here[0] == self._rank:
             self._region = Arena.create(2 * len(here))
