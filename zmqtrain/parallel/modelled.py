@@ -90,6 +90,11 @@ def without_content(model: nn.Module) -> nn.Module:
     Raises `UsageError` for a model that has no copy of its own."""
     if refers_to_itself(model):
         raise UsageError(f"{type(model).__name__} cannot be copied: {ITSELF}")
+    return emptied(model)
+
+
+def emptied(model: nn.Module) -> nn.Module:
+    """The same for a model that is known to have a copy of its own."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)

@@ -301,7 +301,7 @@ class _Serving:
         found, self._gradients = self._gradients, []
         if found:
             about = [(name, largest(whole)) for name, whole in found]
-            self.tell("gradients", about, lambda needs: [sketch(needs.parameters[name].of(whole)) for name, whole in found])
+            self.tell("gradients", about, _sketches(found))
 
     def buffers(self, model: nn.Module, when: When) -> None:
         """All of a model's, as they are now."""
@@ -316,7 +316,20 @@ class _Serving:
             (name, each.detach()) for (each, name), was in zip(names.items(), before, strict=True) if distance(sketch(each), was)
         ]
         about = [when, [(name, largest(each)) for name, each in changed]]
-        self.tell("parameters", about, lambda needs: [sketch(needs.parameters[name].of(each)).clone() for name, each in changed])
+        self.tell("parameters", about, _sketches(changed))
+
+
+def _sketches(wholes: Sequence[tuple[str, Tensor]]) -> Callable[[Needs], list[Tensor]]:
+    """Those of a process's parts of some parameters, or of what is like these. Processes with the same part get the same one."""
+    known: dict[tuple[str, Part], Tensor] = {}
+
+    def of(needs: Needs, name: str, whole: Tensor) -> Tensor:
+        part = needs.parameters[name]
+        if (name, part) not in known:
+            known[name, part] = sketch(part.of(whole)).clone()
+        return known[name, part]
+
+    return lambda needs: [of(needs, name, whole) for name, whole in wholes]
 
 
 class _Ordinary:

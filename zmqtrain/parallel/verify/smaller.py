@@ -18,7 +18,7 @@ A model that looks at sizes, or at numbers, to decide what to do, gets whole ima
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,7 +32,7 @@ from zmqtrain.data.batch import Batch
 from zmqtrain.data.nested import leaves, mapped
 from zmqtrain.data.seeding import seed_torch
 from zmqtrain.parallel.copying import refers_to_itself
-from zmqtrain.parallel.modelled import without_content
+from zmqtrain.parallel.modelled import emptied
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify.case import Case, alone, mean
 
@@ -86,9 +86,11 @@ def sizes_of(case: Case, model: nn.Module, batch: Batch, parts: Parts) -> Sizes:
     seen = _Seen(case, model, batch)
     whole = seen.on({})
 
+    every = [[[parts.either] * len(shape) for shape in each.sizes] for each in whole]
+
     def both(side: int) -> Iterator[Sizes]:
         sizes = _cut(images, side)
-        if _still_differ(sizes) and _all_alike(whole, seen.on(sizes), parts.either):
+        if _still_differ(sizes) and seen.alike(sizes, whole, every):
             yield sizes
 
     sides = range(SMALLEST, most * 3 // 4 + 1, STEP)
@@ -111,15 +113,14 @@ def _apart(seen: _Seen, whole: Sequence[_Operator], images: Images, sides: Seque
     if any(operator.kernels and origin.turned for operator, origin in zip(whole, origins, strict=True)):
         return
 
-    def fits(sizes: Sizes) -> bool:
-        found = seen.on(sizes)
-        return _comparable(whole, found) and all(
-            one.like(two, origin.parts(parts)) for one, two, origin in zip(whole, found, origins, strict=True)
-        )
+    each = [origin.parts(parts) for origin in origins]
 
-    height = next((each for each in sides if fits(_lower(images, each))), None)
+    def fits(sizes: Sizes) -> bool:
+        return seen.alike(sizes, whole, each)
+
+    height = next((side for side in sides if fits(_lower(images, side))), None)
     heights = _lower(images, height) if height else {}
-    together = (_narrower(images, each, heights) for each in sides if fits(_narrower(images, each)))
+    together = (_narrower(images, side, heights) for side in sides if fits(_narrower(images, side)))
     yield from (sizes for sizes in together if _still_differ(sizes) and fits(sizes))
     if heights and _still_differ(heights):
         yield heights
@@ -252,13 +253,6 @@ def _comparable(whole: Sequence[_Operator], other: Sequence[_Operator]) -> bool:
     return len(whole) == len(other) and all(one.comparable(two) for one, two in zip(whole, other, strict=True))
 
 
-def _all_alike(whole: Sequence[_Operator], other: Sequence[_Operator], parts: Sequence[int]) -> bool:
-    """Whether the same is done to smaller images, if every size may be divided into ``parts``."""
-    return _comparable(whole, other) and all(
-        one.like(two, [[parts] * len(shape) for shape in one.sizes]) for one, two in zip(whole, other, strict=True)
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Origin:
     """Which sizes of an operator's shapes come from heights of images, and which from widths."""
@@ -314,12 +308,13 @@ def _resizes(func: Any) -> bool:
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what runs."""
 
-    def __init__(self, known: dict[Any, tuple[_Operator, Any]]) -> None:
+    def __init__(self, known: dict[Any, tuple[_Operator, Any]], expected: Callable[[int, _Operator], bool] | None) -> None:
         """``known``: what operators have made of which shapes, as they do each time. torch finds it out in Python, which takes most
-        of the time."""
+        of the time. ``expected``: whether an operator of this number may be what comes; the first that may not raises `_OtherError`.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[_Operator] = []
-        self._known = known
+        self._known, self._expected = known, expected
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -330,14 +325,30 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except TypeError:  # what cannot be described
             key = known = None
         if known is not None:
-            self.found.append(known[0])
+            self._note(known[0])
             return _made(known[1])
-        result = func(*args, **(kwargs or {}))
+        result = _normalized(*args) if func is aten.native_batch_norm.default else func(*args, **(kwargs or {}))
         given = next(_shapes((args, kwargs)), ())
-        self.found.append(_Operator(func, given, tuple(_shapes(result)), _kernels(func, args)))
+        operator = _Operator(func, given, tuple(_shapes(result)), _kernels(func, args))
         if key is not None and given and all(each.is_meta for each in pytree.tree_leaves(result)):
-            self._known[key] = self.found[-1], _described(result)
+            self._known[key] = operator, _described(result)
+        self._note(operator)
         return result
+
+    def _note(self, operator: _Operator) -> None:
+        self.found.append(operator)
+        if self._expected is not None and not self._expected(len(self.found) - 1, operator):
+            raise _OtherError
+
+
+def _normalized(images: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What batch norm gives on shapes alone. torch goes through all of its arithmetic, for half of the time of a ResNet."""
+    moments = (torch.empty(images.shape[1], dtype=images.dtype, device=images.device) for _ in range(2))
+    return torch.empty_like(images), *moments
+
+
+class _OtherError(Exception):
+    """Something else is done than to whole images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,17 +410,31 @@ class _Seen:
         self._known: dict[Any, tuple[_Operator, Any]] = {}
 
     def on(self, sizes: Sizes) -> list[_Operator]:
-        """On parts of images; none of what does not run on shapes alone."""
+        """All of them, on parts of images; none of what does not run on shapes alone."""
         key = tuple(sizes.items())
         if key not in self._found:
-            self._found[key] = self._run(cropped(self._batch, sizes))
+            self._found[key] = self._run(sizes)
         return self._found[key]
 
-    def _run(self, batch: Batch) -> list[_Operator]:
-        case = self._case
+    def alike(self, sizes: Sizes, whole: Sequence[_Operator], parts: Sequence[_PartsOfEach]) -> bool:
+        """Whether the same is done to parts of images as to the whole ones, if each size is divided into so many parts. Runs no
+        further than where it is not."""
+
+        def expected(number: int, operator: _Operator) -> bool:
+            if number >= len(whole):
+                return False
+            return whole[number].comparable(operator) and whole[number].like(operator, parts[number])
+
+        found = self._found.get(tuple(sizes.items()))
+        if found is None:
+            found = self._run(sizes, expected)
+        return len(found) == len(whole) and all(expected(*each) for each in enumerate(found))
+
+    def _run(self, sizes: Sizes, expected: Callable[[int, _Operator], bool] | None = None) -> list[_Operator]:
+        case, batch = self._case, cropped(self._batch, sizes)
         try:
             with alone(), torch.no_grad():
-                empty, operators = without_content(self._model), _Operators(self._known)
+                empty, operators = emptied(self._model), _Operators(self._known, expected)
                 given = batch.mapped(lambda part: mapped(part, lambda each: torch.empty_like(each, device="meta")))
                 for training in dict.fromkeys((case.phase == "training", False)):
                     empty.train(training)
