@@ -28,13 +28,13 @@ class _InDouble(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func in _CASTS:
             func = Tensor.double
-        given = [_raised(each) for each in args]
-        named = {name: _raised(each) for name, each in (kwargs or {}).items()}
-        device = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
-        if device is None:
-            return func(*given, **named)
-        with torch.autocast(device, enabled=False):
-            return func(*given, **named)
+        given = args if torch.dtype not in map(type, args) else [_raised(each) for each in args]
+        named = {name: _raised(each) for name, each in kwargs.items()} if kwargs else {}
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return func(*given, **named)
+        return func(*given, **named)
 
 
 def _raised(argument: Any) -> Any:

@@ -42,8 +42,8 @@ Images: TypeAlias = Sequence[tuple[int, int]]
 Sizes: TypeAlias = Mapping[tuple[int, int], tuple[int, int]]
 #: Images up to this side are taken as they are.
 SMALLEST = 64
-#: Networks halve their images, mostly five times.
-STEP = 32
+#: Networks halve their images, mostly five times, to two rows and columns at least: so many a 3x3 kernel reaches over.
+FIRST, STEP = 48, 32
 aten = torch.ops.aten
 #: What has kernels: the arguments that say their sizes (of a convolution, the weight), their strides, and their dilation.
 _KERNELS = {
@@ -93,9 +93,9 @@ def sizes_of(case: Case, model: nn.Module, batch: Batch, parts: Parts) -> Sizes:
         if _still_differ(sizes) and seen.alike(sizes, whole, every):
             yield sizes
 
-    sides = range(SMALLEST, most * 3 // 4 + 1, STEP)
-    if not whole or not sides:
+    if not whole:
         return {}
+    sides = [FIRST, *range(SMALLEST, most * 3 // 4 + 1, STEP)]
     first, *larger = sides
     found = itertools.chain(both(first), _apart(seen, whole, images, sides, parts), *map(both, larger))
     return next(found, {})
