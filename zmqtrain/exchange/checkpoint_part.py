@@ -40,8 +40,8 @@ AS_KEPT = "kept/"
 ALONE, ALONE_WRITTEN = "model_alone", "model_alone_written"
 #: A checkpoint is background traffic: its priority is below that of everything that a step waits for.
 PRIORITY = -1
-#: Tensors of a part that are being sent at a time.
-MOST_ON_THEIR_WAY = 8
+#: Tensors of a part that are being sent at a time, and their bytes, if it is more than one.
+MOST_ON_THEIR_WAY, MOST_BYTES_ON_THEIR_WAY = 8, 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,14 @@ async def _send(
 
     async def send() -> None:
         sent = deque([await endpoint.send(to, tag, pack_manifest(tensors, sidecar), priority=PRIORITY)])
+        sizes: deque[int] = deque([0])
         for payload in tensors.values():
-            if len(sent) > MOST_ON_THEIR_WAY:  # they may have been made for this, and are freed then
+            # They may have been made for this, and are freed when they are there.
+            while len(sent) > MOST_ON_THEIR_WAY or (sent and sum(sizes) + payload.nbytes > MOST_BYTES_ON_THEIR_WAY):
                 await sent.popleft().wait_released()
+                sizes.popleft()
             sent.append(await endpoint.send(to, tag, payload, priority=PRIORITY))
+            sizes.append(payload.nbytes)
         await endpoint.request(to, written, *tag[1:], timeout=timeout_s)
         for message in sent:
             await message.wait_released()

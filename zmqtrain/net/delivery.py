@@ -41,6 +41,7 @@ class Delivery:
             raise self._link.ending.error(f"the arrival of {message.tag}")
 
     def _wake(self) -> None:
+        self._message.on_released = None  # they refer to each other, and the message to memory that is free now
         for future in self._waiters:
             if not future.done():
                 future.set_result(None)

@@ -310,7 +310,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, known: dict[Any, tuple[_Operator, Any]], expected: Callable[[int, _Operator], bool] | None) -> None:
         """``known``: what operators have made of which shapes, as they do each time. torch finds it out in Python, which takes most
-        of the time. ``expected``: whether an operator of this number may be what comes; the first that may not raises `_OtherError`.
+        of the time. ``expected``: whether an operator of this number may be what comes; one that may not raises `_OtherError`.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[_Operator] = []
@@ -343,8 +343,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _normalized(images: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """What batch norm gives on shapes alone. torch goes through all of its arithmetic, for half of the time of a ResNet."""
-    moments = (torch.empty(images.shape[1], dtype=images.dtype, device=images.device) for _ in range(2))
-    return torch.empty_like(images), *moments
+    moments = torch.empty(images.shape[1], dtype=images.dtype, device=images.device)
+    return torch.empty_like(images), moments, moments.clone()
 
 
 class _OtherError(Exception):

@@ -7,6 +7,7 @@ The learning-rate schedule is not saved: it is replayed from the start, which gi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange, Resumable
 from zmqtrain.exchange.checkpoint_part import AS_KEPT, MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
+from zmqtrain.heap import give_back, returning_blocks
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import MODEL, WITHOUT_RESUME
@@ -35,6 +37,8 @@ from zmqtrain.wire.tensor import TensorPayload
 WHOLE = "whole"
 #: What `torch.compile` adds to the names of a module's parameters.
 COMPILED = "_orig_mod."
+#: Freed blocks of this size and more go back at once while whole tensors are gathered and sent: the heap would keep a hole of each.
+_RETURNED_BYTES = 1 << 20
 
 
 class Keeps(Protocol):
@@ -298,7 +302,8 @@ class Saver:
         return self._apart and self.rank == min((rank for rank in self.members or () if rank in own), default=own.start)
 
     async def _send(self, step: int, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        await send_part(self.endpoint, step, name, _Payloads(tensors), values, timeout_s=self.timeout_s)
+        with _lean(tensors):
+            await send_part(self.endpoint, step, name, _Payloads(tensors), values, timeout_s=self.timeout_s)
 
     async def _fetch(
         self, name: str, into: Mapping[str, Payload] | None = None, keep: Callable[[str, Payload], Payload] | None = None
@@ -382,7 +387,11 @@ def whole_state(model: nn.Module, *, copied: bool, to: int = 0) -> Mapping[str, 
 
 def _gathered(parts: PartConverter, tensors: Mapping[str, Tensor], to: int = 0) -> Mapping[str, Tensor]:
     """Whole tensors, on the group's worker ``to``: not in its memory, where they may not fit beside its part of the model."""
-    return Spool(parts.gathered(tensors, to)) if parts.divided else tensors
+    if not parts.divided:
+        return tensors
+    give_back()
+    with returning_blocks(_RETURNED_BYTES):
+        return Spool(parts.gathered(tensors, to))
 
 
 async def send_model(
@@ -390,7 +399,13 @@ async def send_model(
 ) -> None:
     """Send the run's model at ``step``, as a part of its checkpoint or ``alone``; on return it is on disk."""
     values = {"step": step, **about}
-    await (send_alone if alone else send_part)(endpoint, step, MODEL, _Payloads(state), values, timeout_s=timeout_s)
+    with _lean(state):
+        await (send_alone if alone else send_part)(endpoint, step, MODEL, _Payloads(state), values, timeout_s=timeout_s)
+
+
+def _lean(state: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """Around the sending of tensors that are not in memory before."""
+    return returning_blocks(_RETURNED_BYTES) if isinstance(state, Spool) else nullcontext()
 
 
 class _Payloads(Mapping[str, Payload]):
