@@ -35,9 +35,10 @@ from zmqtrain.membership.news import News
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.background import ServerTasks
+from zmqtrain.server.chain_head import HandedOverError
 from zmqtrain.server.fill import fill, make_entries
 from zmqtrain.server.gate import ShutGate
-from zmqtrain.server.head import HandedOverError, Head
+from zmqtrain.server.head import Head
 from zmqtrain.server.lives import Seen, told_change, told_teams
 from zmqtrain.server.load import LoadEvents
 from zmqtrain.server.operations import LOG, LOGGED, Operation, logged_tag

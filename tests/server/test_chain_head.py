@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.server.test_replication import joined
-from zmqtrain.server.head import HeadGate
+from zmqtrain.server.chain_head import HeadGate
 
 pytestmark = pytest.mark.virtual_time
 
