@@ -15,6 +15,7 @@ BEFORE = Circumstances(
     state=State.JOINING,
     elastic=False,
     replaces_servers=False,
+    replaces_fc=False,
     stopped=False,
     servers_have_ended=False,
     agent=None,

@@ -10,18 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
+from tests.simulate.merged_model import BATCH, STEPS_OF_TORCH, Recipe, close, require
 from tests.simulate.worlds import POLICIES, STEPS, merged_topology, run
-from zmqtrain import Task
 from zmqtrain.simulate.explore import explore
 from zmqtrain.simulate.faults import Fault, drain, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
-from zmqtrain.train.random_state import seed_everything
 
 
 @pytest.mark.parametrize("staleness", POLICIES)
@@ -95,53 +91,6 @@ def test_random_faults_break_nothing() -> None:
 
 # With torch.
 
-STEPS_OF_TORCH, BATCH = 6, 24
-
-
-class Recipe:
-    """Convolutions, and fully connected layers that perhaps have batch norm."""
-
-    def __init__(self, *, norm: bool = False) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.x = torch.randn(BATCH * STEPS_OF_TORCH, 2, 5, 5, dtype=torch.float64, generator=generator)
-        self.y = torch.randint(3, (len(self.x),), generator=generator)
-        self.norm = norm
-        self.models: list[nn.Sequential] = []
-
-    def network(self) -> nn.Sequential:
-        norm = nn.BatchNorm1d(8) if self.norm else nn.Identity()
-        fc = [nn.Linear(36, 8, bias=not self.norm), norm, nn.Tanh(), nn.Linear(8, 3)]
-        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 4, 1), nn.Tanh(), nn.Flatten(), *fc).double()
-
-    def task(self) -> Task:
-        def model() -> nn.Module:
-            self.models.append(self.network())
-            return self.models[-1]
-
-        data, loss = TensorDataset(self.x, self.y), nn.functional.cross_entropy
-        return Task(model=model, loss=loss, optimizer=self.optimizer, schedule=self.schedule, train_data=data, eval_data=data)
-
-    @staticmethod
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=0.05)
-
-    @staticmethod
-    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
-
-    def alone(self) -> nn.Sequential:
-        """One process."""
-        seed_everything(1)
-        model = self.network()
-        optimizer = self.optimizer(model.parameters())
-        schedule = self.schedule(optimizer)
-        for rows in torch.arange(len(self.x)).split(BATCH):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(self.x[rows]), self.y[rows]).backward()
-            optimizer.step()
-            schedule.step()
-        return model
-
 
 def trained(
     recipe: Recipe, *faults: Fault, groups: int = 2, size: int = 2, fc: int = 1, folder: Path | None = None, **job: Any
@@ -159,24 +108,6 @@ def trained(
     result = simulate(Topology.from_dict(document), options=Options(faults=faults, task=recipe.task(), checkpoints=folder))
     assert (result.ending.status, result.broken) == ("done", []), result.ending.error
     return result
-
-
-def like(model: nn.Module, expected: nn.Module, layers: str) -> bool:
-    own, names = model.state_dict(), [name for name in expected.state_dict() if name[0] in layers]
-    return all(name in own and close(own[name], expected.state_dict()[name]) for name in names)
-
-
-def close(mine: torch.Tensor, its: torch.Tensor) -> bool:
-    return torch.allclose(mine, its, rtol=1e-11, atol=1e-12)
-
-
-CONVOLUTIONS, MERGED = "02", "568"
-
-
-def require(recipe: Recipe, expected: nn.Sequential, workers: int) -> None:
-    """At least so many workers end with the convolutions of one process, and the FC server with the layers behind them."""
-    assert sum(like(model, expected, CONVOLUTIONS) for model in recipe.models) >= workers
-    assert sum(like(model, expected, MERGED) for model in recipe.models) == 1
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,15 @@ def merged_topology(
     return Topology.from_dict(shape)
 
 
+def copied_topology(staleness: str, *, epochs: bool = False, count: int = 2, job: str = "", hosts: int = 2) -> Topology:
+    """Three workers, two model servers and two FC servers, each with a copy of what another one has. ``hosts``: of FC servers."""
+    base = servers_topology(staleness, servers=2, epochs=epochs, count=count, job=job, exchange="replicas = 1")
+    shape = base.model_dump(exclude_unset=True)
+    shape["hosts"] = [*shape["hosts"], {"name": f"f[1-{hosts}]", "address": "10.0.0.3", "slots": 1}]
+    shape["exchange"] |= {"merged_fc": True}
+    return Topology.from_dict(shape)
+
+
 def run(shape: Topology, *faults: Fault) -> tuple[dict[str, list[int]], list[tuple[str, ...]], float]:
     """A whole run, in which nothing may break: the steps of each worker, the members after each change, and how long it took."""
     steps: dict[str, list[int]] = {}

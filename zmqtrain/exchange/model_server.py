@@ -37,7 +37,7 @@ from zmqtrain.exchange.own_team import OwnTeam
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.push_compression import PushCompression
 from zmqtrain.exchange.server_changes import BEGIN, SITS_OUT, ServerChanges
-from zmqtrain.exchange.server_heads import Heads
+from zmqtrain.exchange.server_heads import FcHeads, Heads
 from zmqtrain.exchange.server_messages import (
     Configuration,
     PushMeta,
@@ -102,6 +102,10 @@ class ModelServerExchange:
         self._endpoint = endpoint
         self._settings = settings
         self._heads = Heads(endpoint, settings.servers, membership=membership)
+        self._fc: FcHeads | None = None
+        if settings.fc_server is not None:
+            number = len(settings.servers) if settings.fc_copied else None
+            self._fc = FcHeads(settings.fc_server, number, membership)
         self._recorder: Recorder = recorder or NullRecorder()
         self._group = Group(
             endpoint,
@@ -473,10 +477,13 @@ class ModelServerExchange:
 
     async def _ask_fc(self, method: str, *values: Value) -> list[Value]:
         """A request to the FC server, if there is one. Returns its answer."""
-        server = self._settings.fc_server
-        if server is None:
+        if self._fc is None:
             return []
-        return [(await self._endpoint.request(server, method, *values, timeout=self._settings.barrier_s)).meta]
+
+        async def ask(server: PeerId) -> Value:
+            return (await self._endpoint.request(server, method, *values, timeout=self._settings.barrier_s)).meta
+
+        return [await self._fc.ask(ask)]
 
     async def _tell_fc(self, method: str, *values: Value) -> None:
         if self._members is not None:  # otherwise only the layers before it speak with it

@@ -34,32 +34,14 @@ class ShardMovedError(Exception):
         self.version = version
 
 
-class Heads:
-    """The server that serves each shard at present, as workers know it."""
+class ChainHeads:
+    """The server that serves each shard at present, as views of the members say."""
 
-    def __init__(self, endpoint: Endpoint, servers: Sequence[PeerId], *, membership: Membership | None = None) -> None:
+    def __init__(self, servers: Sequence[PeerId], *, membership: Membership | None = None) -> None:
         """``servers``: those that begin with a shard each. ``membership``: given if others may come to serve
         them."""
-        self._endpoint, self._servers = endpoint, tuple(servers)
+        self._servers = tuple(servers)
         self._news = None if membership is None else News(membership)
-        self._waits: dict[tuple[PeerId, Tag], asyncio.Timeout] = {}  # what a server is to send
-        self._moved: dict[tuple[PeerId, Tag], int] = {}  # of these: what it will not send, since the view of this version
-        if membership is not None:
-            endpoint.serve(MOVED, self._on_moved)
-
-    @property
-    def chained(self) -> bool:
-        """Whether other servers may come to serve the shards."""
-        return self._news is not None
-
-    @property
-    def shards(self) -> range:
-        """The numbers of all shards."""
-        return range(len(self._servers))
-
-    def first(self, shard: int) -> PeerId:
-        """The server with which the shard begins."""
-        return self._servers[shard]
 
     def of(self, shard: int) -> PeerId:
         """The server of the shard now."""
@@ -83,6 +65,32 @@ class Heads:
                 if self._news is None or error.peer != server:
                     raise
                 await self._news.until(lambda _, lost=server: self.of(shard) != lost, error)  # type: ignore[misc]
+
+
+class Heads(ChainHeads):
+    """The same for model servers, which may hand shards over."""
+
+    def __init__(self, endpoint: Endpoint, servers: Sequence[PeerId], *, membership: Membership | None = None) -> None:
+        super().__init__(servers, membership=membership)
+        self._endpoint = endpoint
+        self._waits: dict[tuple[PeerId, Tag], asyncio.Timeout] = {}  # what a server is to send
+        self._moved: dict[tuple[PeerId, Tag], int] = {}  # of these: what it will not send, since the view of this version
+        if membership is not None:
+            endpoint.serve(MOVED, self._on_moved)
+
+    @property
+    def chained(self) -> bool:
+        """Whether other servers may come to serve the shards."""
+        return self._news is not None
+
+    @property
+    def shards(self) -> range:
+        """The numbers of all shards."""
+        return range(len(self._servers))
+
+    def first(self, shard: int) -> PeerId:
+        """The server with which the shard begins."""
+        return self._servers[shard]
 
     async def request(self, shard: int, method: str, *values: Value, timeout: float) -> Value:
         """A request to the server of the shard. Servers must take it again if they have taken it already."""
@@ -137,3 +145,22 @@ class Heads:
 
         await together(*map(request, self.shards))
         return [answers[shard] for shard in self.shards]
+
+
+class FcHeads:
+    """The FC server that workers ask at present."""
+
+    def __init__(self, server: PeerId, number: int | None, membership: Membership | None) -> None:
+        """``server``: with which the run begins. ``number``: of its layers among the shards, if another FC server has a copy of
+        them; then ``membership`` is given."""
+        self._number = number or 0
+        self._chains = ChainHeads([server] * (self._number + 1), membership=None if number is None else membership)
+
+    @property
+    def now(self) -> PeerId:
+        """Its name."""
+        return self._chains.of(self._number)
+
+    async def ask(self, attempt: Callable[[PeerId], Awaitable[T]]) -> T:
+        """As `ChainHeads.ask`."""
+        return await self._chains.ask(self._number, attempt)

@@ -46,6 +46,8 @@ class ModelServerSettings:
     """How long parameters or the rest of the group may take (other groups may evaluate in the meantime)."""
     fc_server: PeerId | None = None
     """The FC server that workers know, if there is one. It must hear who trains, as model servers do."""
+    fc_copied: bool = False
+    """Whether another FC server has a copy of what it has."""
 
     @property
     def compensation(self) -> Compensation:
@@ -64,6 +66,7 @@ class ModelServerSettings:
             groups=tuple(placement.group_members(group) for group in range(placement.groups)),
             servers=tuple(server.peer for server in placement.server_roles),
             fc_server=next((server.peer for server in placement.fc_roles), None),
+            fc_copied=topology.fc_copied,
             policy=exchange.policy,
             bound=exchange.bound or 0,
             snapshot=exchange.snapshot,

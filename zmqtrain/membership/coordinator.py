@@ -69,7 +69,7 @@ class Coordinator:
         agents: bool = True,
         elastic: bool = False,
         lasting: bool = False,
-        chained: bool = False,
+        heads: Sequence[PeerId] = (),
         copies: bool = True,
         on_event: EventCallback | None = None,
         on_report: ReportCallback | None = None,
@@ -77,8 +77,8 @@ class Coordinator:
     ) -> None:
         """``lasting``: model servers have what workers have trained, if all of these are lost.
 
-        ``chained``: what model servers have may be on others, too, or move there. ``copies``: each shard is to be on two.
-        ``journal``: keeps what is decided, for another coordinator of this run. If it holds something, this is that one."""
+        ``heads``: the servers that begin with a shard each, if others may come to serve them. ``copies``: each shard is to be on
+        two. ``journal``: keeps what is decided, for another coordinator of this run. If it holds something, this is that one."""
         self.running = asyncio.Event()
         """Set once all members have joined."""
         self.failed = asyncio.Event()
@@ -94,7 +94,7 @@ class Coordinator:
             elastic=elastic,
             lasting=lasting,
             patient=journal is not None,
-            chains=Chains([server.peer for server in placement.server_roles]) if chained else None,
+            chains=Chains(heads) if heads else None,
             copies=copies,
             ledger=ledger,
             spare=spare_members(placement) if agents else (),

@@ -38,6 +38,8 @@ class Circumstances:
     """Whether the run continues without members that are lost."""
     replaces_servers: bool
     """Whether that holds for model servers, too."""
+    replaces_fc: bool
+    """And for the FC server."""
     stopped: bool
     """Whether a role has stopped the run before all had joined."""
     servers_have_ended: bool
@@ -59,7 +61,8 @@ def decide_join(entry: Entry, incarnation: int, run: Circumstances) -> JoinMode 
     if run.elastic and member.kind == "worker" and (presence is Presence.LEFT or (entry.gone and run.servers_have_ended)):
         why = "model servers have ended" if run.servers_have_ended else "it has left already"
         return JoinRefused(TooLateError(member.peer, why))
-    replaced = ("worker", "agent", "server") if run.replaces_servers else ("worker", "agent")
+    servers = [kind for kind, may_go in (("server", run.replaces_servers), ("fc", run.replaces_fc)) if may_go]
+    replaced = ("worker", "agent", *servers)
     in_progress = run.elastic and run.state is State.RUNNING and not run.stopped and member.kind in replaced
     if in_progress and presence in (Presence.HERE, Presence.LOST, Presence.ABSENT) and entry.incarnation != incarnation:
         if presence is Presence.ABSENT and member.is_role and run.agent is not None and not run.agent.here:

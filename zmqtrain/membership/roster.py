@@ -59,7 +59,7 @@ from zmqtrain.membership.rifts import Life, Rifts
 from zmqtrain.membership.run_status import RunStatus
 from zmqtrain.membership.state import Entry, MemberTable, Presence, State
 from zmqtrain.membership.touch import given_up
-from zmqtrain.membership.view import Member, View
+from zmqtrain.membership.view import Member, MemberKind, View
 from zmqtrain.net.address import without_key
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.timeouts import Timeouts
@@ -254,18 +254,24 @@ class Roster:
             state=self.state,
             elastic=self._elastic,
             replaces_servers=bool(self._chains),
+            replaces_fc=self._chained("fc"),
             stopped=self.halt_reason is not None and not self._complete,
             servers_have_ended=self._lasting and ended,
             agent=self._members.agents.get(entry.member.host),
             end_reason=self._run.end_reason,
         )
 
+    def _chained(self, kind: MemberKind) -> bool:
+        """Whether others may have what members of this kind have."""
+        servers = len(self._members.of_kind("server"))  # each has begun with a shard; that of the merged layers follows
+        return len(self._chains.value) > servers if kind == "fc" else kind == "server" and bool(self._chains)
+
     def _join_late(self, entry: Entry, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
         """A new process joins under the name of a worker that was lost, or that counts as lost now: it takes part in the run in
         progress."""
         peer = entry.member.peer
         actions: list[Action] = []
-        if entry.here and entry.member.kind == "server":  # what it had of the model may be lost with it
+        if entry.here and self._chained(entry.member.kind):  # what it had of the model may be lost with it
             error = PeerLostError(peer, "it came back as another process")
             actions += self._lose(entry, error.reason, error, now)
             if self.state is not State.RUNNING:
@@ -319,7 +325,7 @@ class Roster:
     def handle_backup(self, head: PeerId, shard: int, backup: PeerId, ticket: Ticket, now: float) -> list[Action]:
         """The server of a shard says that another one has an equal copy from now on."""
         error, other = self._may_not(head), self._members.get(backup)
-        if error is None and (other is None or not other.here or other.member.kind != "server"):
+        if error is None and (other is None or not other.here or not self._chained(other.member.kind)):
             error = PeerLostError(backup, "it is not there", waiting_for=f"its copy of shard {shard}")
         why = None if error is not None else self._chains.add(shard, head, backup)
         if error is not None or why is not None:
@@ -373,7 +379,8 @@ class Roster:
             return []
         hosts = {entry.member.peer: entry.member.host for entry in self._members.of_kind("server") if entry.here}
         actions: list[Action] = []
-        for move in self._moves.decide(self._chains.value, hosts):
+        shards = self._chains.value[: len(self._members.of_kind("server"))]  # an FC server's layers do not move
+        for move in self._moves.decide(shards, hosts):
             head, *backup = move.goal
             values: dict[str, Any] = {"shard": move.shard, "server": head, "backup": backup[0] if backup else None}
             reason = f"shard {move.shard} moves to {' and '.join(move.goal)}: {move.reason}"
@@ -554,7 +561,7 @@ class Roster:
             why = self._heard.why_gone(entry.member.host, reason, now)
             return self._lose(entry, why, HostLostError(f"lost the host {entry.member.host}: {why}"), now)
         vouched_for = self._members.is_watched(entry)
-        spared = entry.member.kind == "worker" or (entry.member.kind == "server" and self._chains.spare(peer))
+        spared = entry.member.kind == "worker" or (self._chained(entry.member.kind) and self._chains.spare(peer))
         if vouched_for and (self._patient or not (self._elastic and self.state is State.RUNNING and spared)):
             if entry.member.is_role and self.state is State.RUNNING and entry.cut is None:
                 entry.cut = (now, reason)  # `tick` comes back to it: agents make it come often
@@ -694,13 +701,15 @@ class Roster:
         shards = [shard for shard in self._chains.remove(server) if shard not in self._chains.lost]
         if self.state not in (State.RUNNING, State.FINISHING):
             return []
-        others = [entry for entry in self._members.of_kind("server") if entry.here]
         actions: list[Action] = []
         for shard in shards:
             head, *_ = self._chains.value[shard]
-            why = "" if len(others) > 1 else ", since there is no other server"
-            reason = f"shard {shard} is only on {head} for now, without {server}{why}"
-            actions.append(Note("backup", {"shard": shard, "server": head, "backup": None, "alone": len(others) < 2}, reason))
+            kind: MemberKind = "fc" if shard >= len(self._members.of_kind("server")) else "server"
+            alone = sum(entry.here for entry in self._members.of_kind(kind)) < 2
+            why = f", since there is no other {'FC ' if kind == 'fc' else ''}server" if alone else ""
+            what = "what the FC server has" if kind == "fc" else f"shard {shard}"
+            reason = f"{what} is only on {head} for now, without {server}{why}"
+            actions.append(Note("backup", {"shard": shard, "server": head, "backup": None, "alone": alone}, reason))
         return actions
 
     def _lose(self, entry: Entry, reason: str, error: ZmqTrainError, now: float) -> list[Action]:
@@ -726,8 +735,9 @@ class Roster:
         code did not fail; and without model servers, as long as others have their shards."""
         roles = self._members.roles_of(entry.member.host) if entry.member.kind == "agent" else [entry]
         survivable = self._elastic and self.state in (State.RUNNING, State.FINISHING) and not failure.of_user
-        kinds = ("worker", "server") if self._chains and not self._chains.lost else ("worker",)
-        if not (survivable and all(role.member.kind in kinds for role in roles)):
+        nothing_lost = not self._chains.lost
+        spared = all(role.member.kind == "worker" or (nothing_lost and self._chained(role.member.kind)) for role in roles)
+        if not (survivable and spared):
             return self._fail(failure, now)
         if not self._some_left():
             if not (self.state is State.RUNNING and self._comes_back()):

@@ -61,3 +61,7 @@ class Executor(Protocol):
     async def state(self) -> ExecutorState:
         """A copy of the state, for a checkpoint."""
         ...
+
+    async def become(self, state: ExecutorState) -> None:
+        """Have the state that another server had, when no gradients waited to be applied."""
+        ...

@@ -88,6 +88,9 @@ class LeadingExecutor:
     async def state(self) -> ExecutorState:
         return await self._all(Keep(), (), self._executor.state())
 
+    async def become(self, state: ExecutorState) -> None:
+        raise AssertionError("layers that several FC servers divide have no copies")
+
     async def finish(self) -> None:
         """Tell the other servers to end."""
         await self._tell(End(), ())

@@ -82,8 +82,10 @@ class ModelledExecutor:
         compute, seed = context.topology.compute, context.topology.job.seed
         noise = Noise(compute.noise.kind, compute.noise.spread, compute.noise.straggler_chance, compute.noise.straggler_factor)
         number = context.placement.world_size + context.role.index
-        peers = tuple(role.peer for role in context.placement.fc_roles)
-        group = Group(context.endpoint, peers, context.role.index, "fc", timeout_s=context.timeouts.barrier_s)
+        peers, index = tuple(role.peer for role in context.placement.fc_roles), context.role.index
+        if context.placement.fc_servers == 1:  # the other one has a copy
+            peers, index = (context.role.peer,), 0
+        group = Group(context.endpoint, peers, index, "fc", timeout_s=context.timeouts.barrier_s)
         return cls(
             fc_profile(context.topology),
             lambda turn: noise.factor(seed, number, turn) * context.slowdown(),
@@ -135,6 +137,9 @@ class ModelledExecutor:
 
     async def state(self) -> ExecutorState:
         return ExecutorState({}, {}, {})
+
+    async def become(self, state: ExecutorState) -> None:
+        return None
 
 
 def payloads_of(topology: Topology) -> MakePayload:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from zmqtrain.errors import ProtocolError
 from zmqtrain.net.endpoint import PeerId
@@ -238,6 +239,34 @@ class FcQueue:
         """The worker is lost: what it wanted to have evaluated is no longer."""
         for turn in [turn for turn in self._waiting if isinstance(turn, EvaluationTurn) and turn.worker == worker]:
             del self._waiting[turn]
+
+    # A copy on another server, if groups have one worker.
+
+    @property
+    def unapplied(self) -> bool:
+        """Whether gradients wait to be applied."""
+        return bool(self._pushed)
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for `load`, when nothing is `unapplied`. What has arrived, but has had no turn, is not in it."""
+        assert not self._pushed
+        assert not self._held
+        assert not self._again
+        return {
+            "machine": self._machine.state(),
+            "steps": [[step.step, step.read] for step in self._steps],
+            "gone": [[life, done] for life, done in self._gone.items()],
+            "version": self.version,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Become what `state` has told of, but for the lives (`begin`)."""
+        self._machine.load(state["machine"])
+        for group, (step, read) in enumerate(state["steps"]):
+            self._begin_at(group, step)
+            self._steps[group].read = read
+        self._gone = dict(state["gone"])
+        self.version = state["version"]
 
     def _go_to(self, group: int, step: int) -> None:
         """The team's next step is this one, if it may be. Raises `ProtocolError`."""

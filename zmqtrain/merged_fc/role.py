@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from zmqtrain.errors import UsageError
 from zmqtrain.exchange.checkpoint_part import Part, fetch_part
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.merged_fc.chain import FcChain
 from zmqtrain.merged_fc.executor import Executor
 from zmqtrain.merged_fc.leader import LeadingExecutor, follow
 from zmqtrain.merged_fc.queue import FcQueue
@@ -81,7 +82,7 @@ def _make_fabric(context: RoleContext, device: Device) -> NetworkFabric | None:
 async def _serve(context: RoleContext, executor: Executor, first_step: int) -> None:
     topology, placement, timeouts, endpoint = context.topology, context.placement, context.timeouts, context.endpoint
     first, *others = (role.peer for role in placement.fc_roles)
-    if context.role.peer != first:
+    if context.role.peer != first and not topology.fc_copied:
         await follow(endpoint, first, executor)
         return
     policy = Policy(topology.exchange.policy, topology.exchange.bound or 0)
@@ -94,13 +95,18 @@ async def _serve(context: RoleContext, executor: Executor, first_step: int) -> N
     queue = FcQueue(placement.groups, placement.group_size, policy, first_step)
     checkpoints = CoordinatorCheckpoints(endpoint, PART, timeouts.barrier_s)
     leading = LeadingExecutor(executor, endpoint, others)
-    server = FcServer(endpoint, settings, queue, leading if others else executor, checkpoints, context.recorder)
+    divides = bool(others) and not topology.fc_copied
+    server = FcServer(endpoint, settings, queue, leading if divides else executor, checkpoints, context.recorder)
+    if topology.fc_copied:
+        peers = [role.peer for role in placement.fc_roles if role.peer != context.role.peer]
+        FcChain(server, context.membership, placement.servers, peers, first=context.role.peer == first)
     if server.seats is not None:
         context.membership.on_view(server.seats.heed)
         server.seats.heed(context.membership.view)  # to build the layers has taken a while
         context.membership.on_halt(server.seats.halt)
     await server.run()
-    await leading.finish()
+    if divides:
+        await leading.finish()
 
 
 def _build(

@@ -21,9 +21,21 @@ from zmqtrain.server.background import ServerTasks
 from zmqtrain.server.lives import Lives, Seen, told_change, told_teams
 from zmqtrain.wire.payload import Value
 
+LEFT, FINISHED, DROP = "left", "finished", "drop"
+#: What `FcSeats.perform` carries out.
+KINDS = (MEMBERS, CHANGE, LEFT, SITS_OUT, FINISHED, DROP)
+
 
 class Turns(Protocol):
-    """What an FC server does at a change. All under its lock."""
+    """What an FC server does at a change. All under its lock, but for `do`."""
+
+    async def do(self, kind: str, *arguments: Any) -> Value:
+        """Have `FcSeats.perform` carry this out, under the lock, here and wherever there is a copy. Returns what it returns, once
+        that may be told."""
+        ...
+
+    async def begins(self) -> None:
+        """It is known who trains: return when they may begin. Not under the lock."""
 
     async def apply(self, applied: Applied) -> None: ...
 
@@ -56,13 +68,13 @@ class FcSeats:
     def serve(self, done: asyncio.Future[None]) -> None:
         """Take requests. ``done`` ends the server."""
         self._done = done
-        self._maybe_end()
+        self.maybe_end()
         self._endpoint.serve(BEGIN, self._on_begin)
         self._endpoint.serve(MEMBERS, self._on_members)
         self._endpoint.serve(CHANGE, self._on_change)
-        self._endpoint.serve("left", self._on_left)
+        self._endpoint.serve(LEFT, self._on_left)
         self._endpoint.serve(SITS_OUT, self._on_sits_out)
-        self._endpoint.serve("finished", self._on_finished)
+        self._endpoint.serve(FINISHED, self._on_finished)
 
     def heed_in(self, background: ServerTasks) -> None:
         """Where `heed` carries out what follows from views."""
@@ -84,16 +96,16 @@ class FcSeats:
         """There is a new view of the members."""
         self._view = view
         self._seen.note(view)
-        if self._lives is not None and self._background is not None and not self._done.done():
+        if self._lives is not None and self.begun.is_set() and self._background is not None and not self._done.done():
             for peer, life in self._seen.gone(view, self._lives.training):
-                self._background.run(self._drop(self._lives, peer, life))
+                self._background.run(self._drop(peer, life))
 
     def halt(self, reason: Mapping[str, Any]) -> None:
         """The run must stop. (The server would wait for others to come.)"""
         peer = str(reason.get("peer", "worker"))
         self._halted = PeerLostError(peer, str(reason.get("message", "the run was halted")), waiting_for="workers")
         if self._background is not None:
-            self._maybe_end()
+            self.maybe_end()
 
     # zmqtrain.server.lives.Seats
 
@@ -148,46 +160,35 @@ class FcSeats:
             raise ProtocolError(f"{caller} may not tell {self._endpoint.peer} who trains; only {self._workers[0]} may, once")
         self.keeps_places = keeps_places
         async with self._lock:
-            self._lives = Lives(self, self._groups, base, keeps_places=keeps_places)
-            self._seen.add(self._lives.training)
-            for peer, life in [] if self._view is None else self._seen.gone(self._view, self._lives.training):
-                await self._without(self._lives, peer, life)
+            lives = self._lives = Lives(self, self._groups, base, keeps_places=keeps_places)
+            self._seen.add(lives.training)
+        await self._turns.begins()
         self.begun.set()
+        for peer, life in [] if self._view is None else self._seen.gone(self._view, lives.training):
+            await self._drop(peer, life)
         return None
 
     async def _on_members(self, caller: PeerId, told: Value) -> Value:
-        teams, lives = told_teams(told), await self._ready()
-        present = {life for team in teams for life in team.members}
-        async with self._lock:
-            for life in [life for life in lives.training.items() if life not in present]:
-                self._turns.forget_worker(life[0])
-            await lives.keep_only(teams)
-            self._maybe_end()
-            return lives.progress({team.unit for team in teams})
+        told_teams(told)
+        await self._ready()
+        return await self._turns.do(MEMBERS, told)
 
     async def _on_change(self, caller: PeerId, *told: Value) -> Value:
-        change, lives = told_change(told), await self._ready()
-        async with self._lock:
-            await lives.change(change)
-        return None
+        told_change(told)
+        await self._ready()
+        return await self._turns.do(CHANGE, *told)
 
     async def _on_left(self, caller: PeerId, since: int) -> Value:
-        lives = await self._ready()
-        async with self._lock:
-            await lives.rest(caller, since)
-        return None
+        await self._ready()
+        return await self._turns.do(LEFT, caller, since)
 
     async def _on_sits_out(self, caller: PeerId, life: int, step: int) -> Value:
-        lives = await self._ready()
-        async with self._lock:
-            await self._apply(self._queue.sit_out(lives.group_of(caller), life, step))
-        return None
+        (await self._ready()).group_of(caller)
+        return await self._turns.do(SITS_OUT, caller, life, step)
 
     async def _on_finished(self, caller: PeerId, life: int) -> Value:
-        lives = await self._ready()
-        lives.finish(caller, life)
-        self._maybe_end()
-        return None
+        await self._ready()
+        return await self._turns.do(FINISHED, caller, life)
 
     async def _ready(self) -> Lives:
         await self.begun.wait()
@@ -196,21 +197,71 @@ class FcSeats:
             raise PeerLostError(self._endpoint.peer, "it has served all that there was to train", waiting_for="its members")
         return self._lives
 
-    async def _drop(self, lives: Lives, peer: PeerId, life: int) -> None:
-        async with self._lock:
-            await self._without(lives, peer, life)
-        self._maybe_end()
+    async def _drop(self, peer: PeerId, life: int) -> None:
+        await self._turns.do(DROP, peer, life)
 
-    async def _without(self, lives: Lives, peer: PeerId, life: int) -> None:
-        if lives.training.get(peer) == life:
-            self._turns.forget_worker(peer)
-            await lives.drop(peer, life)
+    # What changes, under the lock.
 
-    def _maybe_end(self) -> None:
+    async def perform(self, kind: str, *arguments: Any) -> Value:
+        """Carry out what somebody has asked for, or what a view says."""
+        lives = self._lives
+        assert lives is not None
+        match kind:
+            case "members":
+                teams = told_teams(arguments[0])
+                present = {life for team in teams for life in team.members}
+                for peer, _ in [life for life in lives.training.items() if life not in present]:
+                    self._turns.forget_worker(peer)
+                await lives.keep_only(teams)
+                return lives.progress({team.unit for team in teams})
+            case "change":
+                await lives.change(told_change(arguments))
+            case "left":
+                await lives.rest(*arguments)
+            case "sits_out":
+                caller, life, step = arguments
+                await self._apply(self._queue.sit_out(lives.group_of(caller), life, step))
+            case "finished":
+                lives.finish(*arguments)
+            case "drop":
+                peer, life = arguments
+                if lives.training.get(peer) == life:
+                    self._turns.forget_worker(peer)
+                    await lives.drop(peer, life)
+            case _:
+                raise ProtocolError(f"{kind!r:.40} is nothing that changes who trains")
+        return None
+
+    # A copy on another server, if groups have one worker.
+
+    def state(self) -> Value:
+        """Who trains, as plain values for `load`."""
+        assert self._lives is not None
+        return self._lives.state()
+
+    def load(self, state: Any) -> None:
+        """Become what `state` has told of."""
+        (base, _), *_ = state
+        self._lives = Lives(self, self._groups, base)
+        self._lives.load(state)
+        self._seen.add(self._lives.training)
+
+    def take_over(self) -> None:
+        """From now on this server is the one that serves."""
+        self.begun.set()
+        if self._view is not None:
+            self.heed(self._view)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all workers have finished."""
+        return self._lives is not None and self._lives.ended
+
+    def maybe_end(self) -> None:
         """End if all workers that train have finished, and at least one has; or if none ever will."""
         if self._done.done() or (self._lives is not None and not self._lives.all_gone):
             return
-        if self._lives is not None and self._lives.ended:
+        if self.ended and self.begun.is_set():
             self._done.set_result(None)
         elif self._halted is not None:
             self._done.set_exception(self._halted)

@@ -87,6 +87,10 @@ class TorchExecutor:
     async def state(self) -> ExecutorState:
         return await self._device.run(self._state)
 
+    async def become(self, state: ExecutorState) -> None:
+        model = {f"state/{name}": tensor for name, tensor in state.model.items()}
+        await self._device.run(lambda: self.restore(model | state.more, state.sidecar))
+
     # In the compute thread.
 
     def _train(self, turn: Turn, parts: Sequence[BatchPart]) -> Trained:

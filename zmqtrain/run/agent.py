@@ -172,7 +172,7 @@ class Agent:
     async def _live(self, role: RolePlacement) -> None:
         """Run one role, from its start to the report of its end; repeatedly if workers are restarted."""
         topology = self._description.topology
-        comes_back = role.kind == "worker" or (role.kind == "server" and topology.replicated)
+        comes_back = role.kind == "worker" or (role.kind in ("server", "fc") and topology.replicated)
         left = topology.job.restarts if topology.elastic and comes_back else 0
         while not await self._live_once(role, again=left > 0) and left and not self._stopping.is_set():
             left -= 1

@@ -31,7 +31,7 @@ from zmqtrain.run.draining import check_drain, drain
 from zmqtrain.run.joining import Places
 from zmqtrain.run.preemption import Preemption, stop_workers
 from zmqtrain.run.strength import keep_enough
-from zmqtrain.topology.placement import place
+from zmqtrain.topology.placement import heads_of, place
 from zmqtrain.train.checkpoint.collector import CheckpointCollector, OnEvent
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Assembly:
             agents=agents,
             elastic=topology.elastic,
             lasting=topology.exchange.kind == "model_server",
-            chained=topology.moves_shards,
+            heads=heads_of(topology, placement),
             copies=topology.replicated,
             on_event=listeners.on_event,
             on_report=listeners.on_report,

@@ -28,7 +28,7 @@ from zmqtrain.run.ending import Ending
 from zmqtrain.simulate.faults import RESTART_S, Fault
 from zmqtrain.simulate.replay import Ledger
 from zmqtrain.simulate.slot_audit import SlotAudit
-from zmqtrain.topology.placement import Placement
+from zmqtrain.topology.placement import Placement, heads_of
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.device.memory import wrong_pieces
 from zmqtrain.wire.payload import Payload
@@ -68,7 +68,7 @@ class Auditor:
         self._wrong_values: str | None = None
         self._held: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each server holds when it ends
         self._backups: dict[PeerId, Mapping[int, tuple[Piece, Payload]]] = {}  # what each copy of a shard holds that does not serve
-        self._chains = Chains([server.peer for server in placement.server_roles]) if topology.moves_shards else Chains()
+        self._chains = Chains(heads_of(topology, placement))
         self._ledger = Ledger(topology, placement)
         self._ran = False  # all had joined
         self._trains: set[PeerId] = set()  # workers that have begun a step

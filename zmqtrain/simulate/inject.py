@@ -169,7 +169,7 @@ class Injector:
             return
         host = self._cluster.hosts.get(role.host)
         topology = self._plan.description.topology
-        needed = topology.elastic and (role.kind == "worker" or (role.kind == "server" and topology.replicated))
+        needed = topology.elastic and (role.kind == "worker" or (role.kind in ("server", "fc") and topology.replicated))
         if needed and host is not None:
             # An agent that was started again starts all roles of its host.
             coming = any(life.get_name() == f"agent/{role.host}" and not life.done() for life in self.agents)

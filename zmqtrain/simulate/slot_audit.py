@@ -70,6 +70,8 @@ class SlotAudit:
                 counted[slot] = counted.get(slot, 0) + 1
             self._updates.setdefault(where, []).append(tuple(self._taken[group, step] for group, step in values["reads"]))
             self._applied.setdefault(where, set()).update((group, step) for group, step in values["reads"])
+        elif what == "fc served":
+            self._server[MERGED] = peer
         elif what == "read":
             self._answered.setdefault(int(values["piece"]), set()).add((self._placement.role(peer).group, values["step"] - 1))
         elif what == "copied":

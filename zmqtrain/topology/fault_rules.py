@@ -138,7 +138,7 @@ def _is_role(topology: Topology, text: str) -> bool:
 
 def _numbers(topology: Topology) -> tuple[tuple[str, int], ...]:
     """The number of roles of each kind."""
-    return ("worker", topology.compute.workers), ("server", topology.servers), ("fc", topology.fc_servers)
+    return ("worker", topology.compute.workers), ("server", topology.servers), ("fc", topology.fc_servers + topology.fc_copied)
 
 
 def _roles(topology: Topology) -> str:

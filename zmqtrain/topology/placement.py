@@ -98,7 +98,7 @@ class Placement:
 
     @property
     def fc_roles(self) -> tuple[RolePlacement, ...]:
-        """The FC servers, by number."""
+        """The FC servers, by number; if another one has a copy of what the only one has, it is the last."""
         return self.roles[self.world_size + self.servers :]
 
     @property
@@ -202,6 +202,15 @@ def _spare(topology: Topology, number: int) -> RolePlacement:
     device = compute.device if compute.device in ("cpu", "modelled") else "auto"
     threads = compute.threads or max(1, topology.hosts[0].slots)
     return RolePlacement("worker", rank, f"worker/{rank}", f"{SPARE}{number + 1}", 0, threads, device, compute.groups + number, 0)
+
+
+def heads_of(topology: Topology, placement: Placement) -> tuple[str, ...]:
+    """The servers that begin with a shard each, if others may come to serve it: model servers, and then, for the merged layers, the
+    FC server. Empty if no server may be lost, and no shard may move."""
+    if not topology.moves_shards:
+        return ()
+    fc = placement.fc_roles[:1] if topology.fc_copied else ()
+    return tuple(server.peer for server in (*placement.server_roles, *fc))
 
 
 def backups_for(placement: Placement, server: str) -> tuple[str, ...]:
@@ -322,15 +331,17 @@ def _server(index: int, hosts: Sequence[Host]) -> RolePlacement:
 
 
 def _fc_servers(topology: Topology, workers: Mapping[str, int]) -> list[RolePlacement]:
-    """Each FC server goes on the host with the most slots left (ties: the last host) and gets those slots as threads.
+    """Each FC server goes on the host with the most slots left (ties: the last host) and gets those slots as threads. One that has
+    a copy of what another one has goes on another host, if there is one.
 
     ``workers``: the number of workers on each host."""
     compute = topology.compute
     workers = {name: count // compute.pipeline for name, count in workers.items()}
     hosts: list[Host] = []
-    for _ in range(topology.fc_servers):
+    for _ in range(topology.fc_servers + topology.fc_copied):
         left = {host.name: host.slots - workers[host.name] - hosts.count(host) for host in topology.hosts}
-        hosts.append(max(reversed(topology.hosts), key=lambda host: left[host.name]))
+        free = [host for host in topology.hosts if not (topology.fc_copied and host in hosts)] or topology.hosts
+        hosts.append(max(reversed(free), key=lambda host: left[host.name]))
     roles = []
     for index, host in enumerate(hosts):
         number = hosts[:index].count(host)

@@ -379,9 +379,9 @@ def _replicas(topology: Topology) -> Iterator[BrokenRule]:
             path,
             ("exchange", "shards"),
         )
-    if topology.exchange.merged_fc:
-        text = "replicas is for model servers, and the FC server has no copy: remove replicas, or merged_fc"
-        yield rule(text, path, ("exchange", "merged_fc"))
+    if topology.exchange.merged_fc and topology.exchange.fc_servers > 1:
+        text = "layers that several FC servers divide have no copy: remove replicas, or set fc_servers = 1"
+        yield rule(text, path, ("exchange", "fc_servers"))
     if topology.compute.group_size > 1:
         yield rule("replicas needs groups of one worker: set group_size = 1, or remove replicas", path, ("compute", "group_size"))
     elif not topology.elastic:

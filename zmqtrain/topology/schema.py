@@ -121,6 +121,11 @@ class Topology(Section):
         return self.exchange.fc_servers if self.exchange.merged_fc else 0
 
     @property
+    def fc_copied(self) -> bool:
+        """Whether a second FC server has a copy of the merged layers."""
+        return self.replicated and self.exchange.merged_fc
+
+    @property
     def trains(self) -> bool:
         """Whether torch computes the steps; otherwise only their modelled time passes."""
         if self.job.task is None:

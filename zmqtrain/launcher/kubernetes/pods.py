@@ -55,5 +55,6 @@ def _one_for_each_role(topology: Topology) -> Sequence[Host]:
     pod."""
     threads = topology.compute.threads or 1
     workers = [Host(name=f"workers-{number}", slots=threads) for number in range(topology.compute.workers)]
-    servers = [Host(name=f"servers-{number}", slots=1) for number in range(topology.servers + topology.fc_servers)]
+    count = topology.servers + topology.fc_servers + topology.fc_copied
+    servers = [Host(name=f"servers-{number}", slots=1) for number in range(count)]
     return [*workers, *servers]
