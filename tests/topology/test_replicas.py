@@ -35,7 +35,7 @@ def test_every_staleness_can_have_them(staleness: str) -> None:
         ({"exchange": 'kind = "model_server"'}, "the only model server has no other one"),
         ({"compute": "groups = 2\ngroup_size = 2"}, "needs groups of one worker"),
         ({"job": "elastic = false"}, "elastic is false"),
-        ({"exchange": 'kind = "model_server"\nshards = 2\nmerged_fc = true'}, "the FC server has no copy"),
+        ({"exchange": 'kind = "model_server"\nshards = 2\nmerged_fc = true\nfc_servers = 2'}, "several FC servers divide"),
         ({"exchange": 'kind = "model_server"\nshards = 2\nsnapshot = true'}, "snapshot"),
         ({"more": '[data]\nshuffle = "ring"'}, 'shuffle = "ring"'),
         (

@@ -56,7 +56,8 @@ class ExchangeSection(Section):
         description="For elastic runs of tasks with model servers: on how many other servers each shard (parameters, optimizer "
         "state, and which gradients it has applied) is kept, too, on another host where there is one. With 1, a gradient counts "
         "once both servers have it; when a server is lost, the other one serves its shard at once, and the next copy is made "
-        "while training goes on. 0: a lost server ends the run.",
+        "while training goes on. With merged_fc, a second FC server has a copy of the merged layers. 0: a lost server ends the "
+        "run.",
     )
     snapshot: bool = Field(default=False, description="Every read of the parameters returns a single version of the whole model.")
     every: Annotated[int, Field(ge=1, le=MOST)] | Literal["log p"] = Field(
