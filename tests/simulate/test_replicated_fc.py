@@ -13,7 +13,7 @@ import pytest
 from tests.simulate.merged_model import BATCH, MERGED, STEPS_OF_TORCH, Recipe, close, like, require
 from tests.simulate.worlds import POLICIES, STEPS, copied_topology, run
 from zmqtrain.simulate.explore import explore
-from zmqtrain.simulate.faults import Fault, kill, pause, restart
+from zmqtrain.simulate.faults import Fault, corrupt, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
@@ -80,6 +80,15 @@ def test_both_at_once_end_the_run_and_the_last_one_is_named() -> None:
 def test_with_one_host_left_it_goes_on_without_a_copy() -> None:
     steps, _, _ = run(copied_topology('"async"', hosts=1), kill("fc/0", at=0.03))
     assert sum(map(len, steps.values())) == 3 * STEPS
+
+
+def test_a_damaged_message_between_two_servers_is_no_wait_for_ever() -> None:
+    """It ends the link between two model servers while their first copies are on their way."""
+    shape = copied_topology('"async"', job="restarts = 2")
+    for at in (0.0025, 0.003, 0.0035):
+        result, _ = heard(shape, corrupt("server/1", to="server/0", at=at))
+        assert result.broken == []
+        assert result.seconds < 20  # and not ten times the time-out
 
 
 def faults_of(draw: random.Random) -> list[Fault]:

@@ -86,9 +86,9 @@ def run_simulate(
 
 
 def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: bool, data: str | None, run_dir: Path | None) -> int:
+    horizon_s = horizon_of(topology) if source == "random" else 0.0  # of the file's seed, as if this were one seed of many
     topology = resolved(topology, seed)
     placement = place(topology)
-    horizon_s = horizon_of(topology) if source == "random" else 0.0
     schedule = faults_for(topology, seed, source, horizon_s)
     sinks = FanOut(topology.observe.to, topology.observe.options)
     directory = RunDirectory.create(topology.job.name, exact=run_dir)

@@ -137,6 +137,10 @@ class FcChain:
         assert self._head is not None
         await self._head.log_turn(sender, turn, part)
 
+    def lost(self, peer: PeerId, reason: str) -> None:
+        if self._head is not None:
+            self._head.lost(peer, reason)
+
     # The server that workers ask.
 
     def _serve(self, done: int) -> FcHead:
@@ -292,8 +296,11 @@ class FcChain:
                 await self._moved.wait()
                 continue
             self._told = reached
-            with suppress(PeerLostError):  # a view will say so
+            try:
                 await self._server.endpoint.send(to, logged_tag(self._number), ValuePayload([reached]), priority=FIRST)
+            except PeerLostError as error:
+                # A view will say so. If none does, only the link is lost, and the other one would wait for ever.
+                await self._news.until(lambda view, to=to: self._from != to or to in view.lost, error)  # type: ignore[misc]
 
     def _note(self) -> None:
         self._moved.set()

@@ -102,6 +102,9 @@ class FcCopies(Protocol):
     async def settled(self) -> None:
         """Wait until there is a copy, or no server that could have one. Not under the lock."""
 
+    def lost(self, peer: PeerId, reason: str) -> None:
+        """The link to this peer is lost."""
+
     async def run(self) -> None:
         """See to it that there is a copy, for as long as the server lasts."""
 
@@ -250,6 +253,10 @@ class FcServer:
         return None
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
+        if self.copies is not None:
+            self.copies.lost(peer, reason)
+            if not self.copies.serves:
+                return
         if self.seats is not None and not self.seats.needs(peer):
             return
         if peer in self._places and peer not in self._finished and not self._done.done():

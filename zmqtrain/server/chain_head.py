@@ -180,6 +180,12 @@ class ChainHead(ABC):
             self._dismiss(backup)
         self._look()
 
+    def lost(self, peer: PeerId, reason: str) -> None:
+        """The link to this peer is lost, with what was on its way."""
+        if (link := self._links.get(peer)) is not None:
+            link.stream.fail(PeerLostError(peer, reason, waiting_for="what it has of a shard"))
+            self._look()
+
     def acknowledge(self, backup: PeerId, number: int) -> None:
         """``backup`` has carried out all operations up to this number."""
         self._replication.acknowledge(backup, number)

@@ -280,8 +280,11 @@ class ReplicatedServer:
             follower.moved.clear()
             if follower.copy is not None and follower.copy.done > told:
                 told = follower.copy.done
-                with suppress(PeerLostError):  # a view will say so
+                try:
                     await self._endpoint.send(follower.head, logged_tag(shard), ValuePayload([told]), priority=FIRST)
+                except PeerLostError as error:
+                    # A view will say so. If none does, only the link is lost, and the other one would wait for ever.
+                    await self._news.until(lambda _: self._followers.get(shard) is not follower, error)
                 continue
             await follower.moved.wait()
 
@@ -402,6 +405,8 @@ class ReplicatedServer:
         givers = self._configured.result().groups[0] if self._configured.done() else self._settings.workers[:1]
         if peer in givers and not self._holds and not self._heads and not self._done.done():
             self._done.set_exception(PeerLostError(peer, reason, waiting_for="its gradients"))
+        for head in self._heads.values():
+            head.lost(peer, reason)
 
     def maybe_end(self) -> None:
         """End, if all that train have finished with all shards that are here."""

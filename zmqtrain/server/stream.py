@@ -50,6 +50,12 @@ class Stream:
             self._changed.clear()
             await self._changed.wait()
 
+    def fail(self, error: PeerLostError) -> None:
+        """The backup is out of reach; what was sent may not have arrived."""
+        if not self._closed:
+            self.lost = error
+            self.close()
+
     def close(self) -> None:
         """Send nothing more: the backup is gone."""
         self._closed = True
@@ -68,8 +74,7 @@ class Stream:
             try:
                 await self._endpoint.send(self.to, self._tag, message, priority=priority)
             except PeerLostError as error:
-                self.lost = error
-                self.close()
+                self.fail(error)
             else:
                 self._nbytes = max(0, self._nbytes - message.nbytes)
                 self._changed.set()

@@ -163,9 +163,9 @@ class Auditor:
         for marked in (self._gone, self._resting):
             marked -= {key for key in marked if key[0] == other}
             marked |= {(other, group) for server, group in marked if server == copy}
-        for key in [key for key in self._merged if key[0] == other]:
-            del self._merged[key]
-        self._merged.update({(other, *key[1:]): times for key, times in self._merged.items() if key[0] == copy})
+        for turn in [turn for turn in self._merged if turn[0] == other]:
+            del self._merged[turn]
+        self._merged.update({(other, *turn[1:]): times for turn, times in self._merged.items() if turn[0] == copy})
         self._applied -= {key for key in self._applied if key[0] == other}
         self._applied |= {(other, *key[1:]) for key in self._applied if key[0] == copy}
         self._entries -= {key for key in self._entries if key[0] == other}
