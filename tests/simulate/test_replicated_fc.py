@@ -85,7 +85,7 @@ def test_with_one_host_left_it_goes_on_without_a_copy() -> None:
 def test_a_damaged_message_between_two_servers_is_no_wait_for_ever() -> None:
     """It ends the link between two model servers while their first copies are on their way."""
     shape = copied_topology('"async"', job="restarts = 2")
-    for at in (0.0025, 0.003, 0.0035):
+    for at in (0.002, 0.0021, 0.0022):
         result, _ = heard(shape, corrupt("server/1", to="server/0", at=at))
         assert result.broken == []
         assert result.seconds < 20  # and not ten times the time-out
