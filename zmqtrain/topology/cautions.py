@@ -18,7 +18,7 @@ class Caution:
     """A warning that is shown before a run."""
 
     name: str
-    """The subject: ``idle``, ``exchange`` or ``replicas``."""
+    """The subject: ``idle``, ``exchange``, ``replicas`` or ``faults``."""
     what: str
     remedy: str
 
@@ -30,14 +30,25 @@ def cautions(topology: Topology, placement: Placement, gpus: int = 0) -> tuple[C
     """All warnings, as far as the hosts are known. ``gpus``: of this machine, which count where it is the run's one
     host."""
     if topology.hosts_open:
-        return ()
+        return tuple(_faults(topology))
     return (
         *_hosts(topology, placement),
         *_devices(topology, placement, gpus),
         *_slots(topology, placement),
         *_alone(topology),
         *_copies(topology, placement),
+        *_faults(topology),
     )
+
+
+def _faults(topology: Topology) -> Iterator[Caution]:
+    if topology.faults:
+        yield Caution(
+            "faults",
+            f"{counted(len(topology.faults), 'fault')} of the file would not happen: a launch carries out no [[faults]], "
+            "emulated or not",
+            "zmqtrain simulate does; remove them if they are not meant",
+        )
 
 
 def _hosts(topology: Topology, placement: Placement) -> Iterator[Caution]:
