@@ -1,4 +1,4 @@
-"""Another worker takes part in a run of real processes while it trains."""
+"""Another worker, or another model server, takes part in a run of real processes while it trains."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launcher.launched import Launched
 from tests.launcher.ready import warm
+from tests.patience import PATIENCE_S
+from zmqtrain.cli.drain import run_drain
 from zmqtrain.cli.join import run_join
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.forkserver import ADOPTED
@@ -91,3 +95,59 @@ def test_one_more_joins_trains_and_is_in_the_checkpoint(tmp_path: Path, capsys: 
         checkpoint = Checkpoint(find_latest(run.run / "checkpoints"))
         checkpoint.require(RunShape("allreduce", 1, 2, 0))
         assert {path.name for path in checkpoint.folder.glob("worker-*.msgpack")} == {f"worker-{rank}.msgpack" for rank in range(3)}
+
+
+SERVERS = """
+[job]
+task = "task.py"
+steps = 10000000
+timeout = "60 s"
+oversubscribe = true
+[compute]
+groups = 2
+batch_size = 12
+[exchange]
+kind = "model_server"
+shards = 2
+replicas = 1
+max_servers = 3
+"""
+
+
+def test_another_model_server_joins_gets_a_shard_and_leaves_again(tmp_path: Path) -> None:
+    """This machine has two servers, and the one that joins counts as another host."""
+    (tmp_path / "task.py").write_text(TASK.replace("Linear(8, 4), torch.nn.BatchNorm1d(4)", "Linear(8, 4), torch.nn.Tanh()"))
+    (tmp_path / "trial.toml").write_text(SERVERS)
+    with warm() as started, Launched(tmp_path, "trial.toml") as run:
+        run.wait_for(r"worker/\d \| trains", 2)
+        environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), ADOPTED: started.variables[ADOPTED]}
+        command = (sys.executable, "-m", "zmqtrain", "join", str(run.run))
+        other = subprocess.Popen(command, cwd=tmp_path.parent, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            moved = await_moves(run, 1)
+            assert moved[0]["server"] == "server/2"
+            with pytest.raises(UsageError, match="max_servers = 3"):
+                run_join(str(run.run), show=False)
+            assert run_drain(str(run.run), "joined-1") == 0
+            assert [each["shard"] for each in await_moves(run, 2)] == [moved[0]["shard"]] * 2
+            said, _ = other.communicate(timeout=120)
+            assert other.returncode == 0, said
+            run.signal(signal.SIGINT)
+            assert run.end() == INTERRUPTED, run
+        finally:
+            other.kill()
+            other.wait()
+        checkpoint = Checkpoint(find_latest(run.run / "checkpoints"))
+        assert {path.name for path in checkpoint.folder.glob("server-*.msgpack")} == {"server-0.msgpack", "server-1.msgpack"}
+
+
+def await_moves(run: Launched, count: int) -> list[dict[str, Any]]:
+    """What the first events say by which a shard was on another server."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        lines = (run.run / "events.jsonl").read_text().splitlines(keepends=True)
+        events = [json.loads(line) for line in lines if line.endswith("\n")]
+        found = [event["values"] for event in events if event["kind"] == "moved"]
+        if len(found) >= count or time.monotonic() > end:
+            return found
+        time.sleep(0.02)

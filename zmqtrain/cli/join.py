@@ -1,4 +1,4 @@
-"""``zmqtrain join RUN``: take part in a running elastic run with another worker."""
+"""``zmqtrain join RUN``: take part in a running elastic run with another worker, or another model server."""
 
 from __future__ import annotations
 

@@ -480,9 +480,11 @@ def join(
         typer.Option("--show", help="Print the command for another machine instead. It has the run's token: keep it secret."),
     ] = False,
 ) -> None:
-    """Add a worker on this machine to an elastic all-reduce run that is training, until the run ends.
+    """Add a worker on this machine to an elastic all-reduce run that is training, or a model server to a run with model servers,
+    until it ends.
 
-    [job] max_workers says how many workers it may have. Ctrl-C leaves; the others train on.
+    [job] max_workers says how many workers it may have, and [exchange] max_servers how many model servers. Ctrl-C leaves; the
+    others train on.
     """
     from zmqtrain.cli.join import run_join
 

@@ -35,7 +35,7 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
             divided=groups * context.topology.compute.batch_size if exchange.kind == "allreduce" else None,
             usual=None if keeps else context.topology.compute.workers,
             every=exchange.every_steps(groups),
-            spares=len(placement.spares),
+            spares=len(placement.spare_workers),
             groups=all_groups if teams else (),
             apart=all_groups if apart else (),
             repeats=apart or (teams and exchange.policy == "sync"),

@@ -169,7 +169,7 @@ def rank_variables(role: RolePlacement, placement: Placement, master: str, port:
         return {}
     here = [other for other in placement.of_host(role.host) if other.kind == "worker"]
     hosts = [name for name in placement.hosts if any(other.kind == "worker" for other in placement.of_host(name))]
-    hosts += [spare.host for spare in placement.spares]
+    hosts += [spare.host for spare in placement.spare_workers]
     return {
         "RANK": str(role.index),
         "WORLD_SIZE": str(placement.world_size),

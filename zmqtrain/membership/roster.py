@@ -107,6 +107,7 @@ class Roster:
         self._told = 0  # the version of the newest view that was sent to all
         self._timeouts = timeouts
         self._members = MemberTable(expected, spare)
+        self._shards = sum(entry.presence is Presence.EXPECTED for entry in self._members.of_kind("server"))  # each begins with one
         self._heard = Heard(timeouts, now)
         self._joining = Joins()
         self._barriers = Barriers(timeouts.barrier_s)
@@ -263,8 +264,8 @@ class Roster:
 
     def _chained(self, kind: MemberKind) -> bool:
         """Whether others may have what members of this kind have."""
-        servers = len(self._members.of_kind("server"))  # each has begun with a shard; that of the merged layers follows
-        return len(self._chains.value) > servers if kind == "fc" else kind == "server" and bool(self._chains)
+        # The shard of the merged layers is the one after those of model servers.
+        return len(self._chains.value) > self._shards if kind == "fc" else kind == "server" and bool(self._chains)
 
     def _join_late(self, entry: Entry, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
         """A new process joins under the name of a worker that was lost, or that counts as lost now: it takes part in the run in
@@ -379,7 +380,7 @@ class Roster:
             return []
         hosts = {entry.member.peer: entry.member.host for entry in self._members.of_kind("server") if entry.here}
         actions: list[Action] = []
-        shards = self._chains.value[: len(self._members.of_kind("server"))]  # an FC server's layers do not move
+        shards = self._chains.value[: self._shards]  # an FC server's layers do not move
         for move in self._moves.decide(shards, hosts):
             head, *backup = move.goal
             values: dict[str, Any] = {"shard": move.shard, "server": head, "backup": backup[0] if backup else None}
@@ -704,7 +705,7 @@ class Roster:
         actions: list[Action] = []
         for shard in shards:
             head, *_ = self._chains.value[shard]
-            kind: MemberKind = "fc" if shard >= len(self._members.of_kind("server")) else "server"
+            kind: MemberKind = "fc" if shard >= self._shards else "server"
             alone = sum(entry.here for entry in self._members.of_kind(kind)) < 2
             why = f", since there is no other {'FC ' if kind == 'fc' else ''}server" if alone else ""
             what = "what the FC server has" if kind == "fc" else f"shard {shard}"

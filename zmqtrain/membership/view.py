@@ -109,7 +109,7 @@ def expected_members(placement: Placement, *, agents: bool = True) -> tuple[Memb
 
 
 def spare_members(placement: Placement) -> tuple[Member, ...]:
-    """Those that may come later: workers, and the agents of their hosts."""
+    """Those that may come later: workers or model servers, and the agents of their hosts."""
     agents = [Member(f"agent/{role.host}", "", role.host, "agent", -1) for role in placement.spares]
     return (*agents, *map(_member_of, placement.spares))
 

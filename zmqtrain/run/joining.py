@@ -1,4 +1,4 @@
-"""Give machines that come while an elastic run trains a place in it (``[job] max_workers``)."""
+"""Give machines that come while an elastic run trains a place in it (``[job] max_workers``, ``[exchange] max_servers``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Places:
-    """The places for workers beyond those with which the run begins. Sans-IO."""
+    """The places for workers, or model servers, beyond those with which the run begins. Sans-IO."""
 
     def __init__(self, topology: Topology, placement: Placement) -> None:
         self._topology, self._placement = topology, placement
@@ -29,14 +29,16 @@ class Places:
             reason, _ = why_it_is_not(topology)
             raise UsageError(f"nobody can join the run while it trains: {reason}")
         if not spares:
-            most = topology.compute.workers
-            raise UsageError(f"nobody can join the run beyond the {most} workers with which it began: [job] max_workers says so")
+            workers = topology.compute.workers
+            more = "[exchange] max_servers" if topology.moves_shards else "[job] max_workers"
+            raise UsageError(f"nobody can join the run beyond the {workers} workers with which it began: {more} says so")
         if not view.complete:
             raise UsageError("nobody can join the run yet: not all members with which it begins have joined")
         for role in spares:
             if f"agent/{role.host}" not in view.members and self._given.get(role.host, now) <= now:
                 self._given[role.host] = now + topology.job.timeouts.join_s
                 return role.host
-        raise UsageError(
-            f"nobody can join the run: all others that it may have are there ([job] max_workers = {topology.job.max_workers})"
-        )
+        most = f"[job] max_workers = {topology.job.max_workers}"
+        if not self._placement.spare_workers:
+            most = f"[exchange] max_servers = {topology.exchange.max_servers}"
+        raise UsageError(f"nobody can join the run: all others that it may have are there ({most})")

@@ -96,7 +96,7 @@ class ReplicatedServer:
         self._early: dict[int, list[Payload]] = {}  # of shards that are being handed over: what their next servers have sent
         self._headed = asyncio.Event()  # it serves another shard
         self._holds = membership.late  # whether it has got what it begins with: one that comes late begins with nothing
-        self._servers = frozenset(server.peer for server in placement.server_roles)
+        self._servers = frozenset(server.peer for server in placement.every_server)
         self._serving: set[int] = set()  # of the heads, those whose workers are answered
         self._arithmetic = Arithmetic("compute")
         self._halted: PeerLostError | None = None

@@ -59,6 +59,14 @@ class ExchangeSection(Section):
         "while training goes on. With merged_fc, a second FC server has a copy of the merged layers. 0: a lost server ends the "
         "run.",
     )
+    max_servers: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="For model servers whose shards may move (`replicas`, or `[job] elastic = true`): how many servers there may "
+        "be. Beyond the `shards` servers with which the run begins, others come on machines that join while it trains "
+        "(`zmqtrain join RUN`), and get shards, or copies of them. Default: no others.",
+    )
     snapshot: bool = Field(default=False, description="Every read of the parameters returns a single version of the whole model.")
     every: Annotated[int, Field(ge=1, le=MOST)] | Literal["log p"] = Field(
         default=1,

@@ -78,7 +78,8 @@ class Placement:
     servers: int
     fc_servers: int = 0
     spares: tuple[RolePlacement, ...] = ()
-    """Workers that may come later, each on a host of its own that the file does not name. Each counts as a further group."""
+    """Workers or model servers that may come later, each on a host of its own that the file does not name. Each worker counts as a
+    further group."""
     _index: _Index | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -89,12 +90,22 @@ class Placement:
     @property
     def everyone(self) -> tuple[RolePlacement, ...]:
         """All workers that there may ever be, by rank: also those that may come later."""
-        return (*self.workers, *self.spares)
+        return (*self.workers, *self.spare_workers)
+
+    @property
+    def spare_workers(self) -> tuple[RolePlacement, ...]:
+        """The workers that may come later."""
+        return tuple(role for role in self.spares if role.kind == "worker")
 
     @property
     def server_roles(self) -> tuple[RolePlacement, ...]:
-        """The model servers, by number."""
+        """The model servers with which the run begins, by number: each with a shard."""
         return self.roles[self.world_size : self.world_size + self.servers]
+
+    @property
+    def every_server(self) -> tuple[RolePlacement, ...]:
+        """All model servers that there may ever be, by number."""
+        return (*self.server_roles, *(role for role in self.spares if role.kind == "server"))
 
     @property
     def fc_roles(self) -> tuple[RolePlacement, ...]:
@@ -109,7 +120,7 @@ class Placement:
     def group_members(self, group: int) -> tuple[str, ...]:
         """The peer ids of a group's workers, by position."""
         if group >= self.groups:
-            return (self.spares[group - self.groups].peer,)
+            return (self.spare_workers[group - self.groups].peer,)
         return tuple(role.peer for role in self.roles[group * self.group_size : (group + 1) * self.group_size])
 
     def of_host(self, name: str) -> tuple[RolePlacement, ...]:
@@ -192,7 +203,10 @@ def place(topology: Topology) -> Placement:
         group_size=compute.group_size,
         servers=topology.servers,
         fc_servers=topology.fc_servers,
-        spares=tuple(_spare(topology, number) for number in range(topology.spares)),
+        spares=(
+            *(_spare(topology, number) for number in range(topology.spares)),
+            *(_spare_server(topology, number) for number in range(topology.spare_servers)),
+        ),
     )
 
 
@@ -202,6 +216,12 @@ def _spare(topology: Topology, number: int) -> RolePlacement:
     device = compute.device if compute.device in ("cpu", "modelled") else "auto"
     threads = compute.threads or max(1, topology.hosts[0].slots)
     return RolePlacement("worker", rank, f"worker/{rank}", f"{SPARE}{number + 1}", 0, threads, device, compute.groups + number, 0)
+
+
+def _spare_server(topology: Topology, number: int) -> RolePlacement:
+    """A model server that may come later. (Runs that may have more workers have no model servers.)"""
+    index = topology.servers + number
+    return RolePlacement("server", index, f"server/{index}", f"{SPARE}{number + 1}", 0, 1, "cpu", -1, -1)
 
 
 def heads_of(topology: Topology, placement: Placement) -> tuple[str, ...]:
@@ -216,7 +236,7 @@ def heads_of(topology: Topology, placement: Placement) -> tuple[str, ...]:
 def backups_for(placement: Placement, server: str) -> tuple[str, ...]:
     """The other model servers, by how well each can keep a copy of what ``server`` serves: those on other hosts first, then by
     number, going round from the next one on, so that the copies of all servers are spread evenly."""
-    servers = placement.server_roles
+    servers = placement.every_server
     own = placement.role(server)
 
     def key(other: RolePlacement) -> tuple[bool, int]:

@@ -315,7 +315,7 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
     exchange = topology.exchange
     given = exchange.model_fields_set
     if exchange.kind != "model_server":
-        for name in ("shards", "replicas", "staleness", "snapshot"):
+        for name in ("shards", "replicas", "max_servers", "staleness", "snapshot"):
             field = type(exchange).model_fields[name]
             if name in given and getattr(exchange, name) != field.default:
                 yield rule(
@@ -332,6 +332,8 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
             ("compute", "groups"),
         )
     yield from _compression(topology)
+    if exchange.kind == "model_server" and exchange.max_servers is not None:
+        yield from _more_servers(topology, exchange.max_servers)
     if exchange.kind == "model_server" and exchange.replicas:
         yield from _replicas(topology)
     yield from _merged_fc(topology)
@@ -369,6 +371,18 @@ def _compression(topology: Topology) -> Iterator[BrokenRule]:
             path,
             ("compute", "device"),
         )
+
+
+def _more_servers(topology: Topology, most: int) -> Iterator[BrokenRule]:
+    path: Path = ("exchange", "max_servers")
+    if not topology.moves_shards:
+        text = (
+            "max_servers is for runs whose shards can move: that needs several shards, groups of one worker, and [job] elastic = "
+            "true or [exchange] replicas = 1"
+        )
+        yield rule(text, path, ("exchange", "shards"), ("exchange", "replicas"), ("job", "elastic"), ("compute", "group_size"))
+    elif most < topology.servers:
+        yield rule(f"max_servers is {most}, but the run has {topology.servers} model servers", path, ("exchange", "shards"))
 
 
 def _replicas(topology: Topology) -> Iterator[BrokenRule]:

@@ -148,6 +148,11 @@ class Topology(Section):
         return max(0, (self.job.max_workers or 0) - self.compute.workers) if self.elastic else 0
 
     @property
+    def spare_servers(self) -> int:
+        """How many model servers may come beyond those with which the run begins."""
+        return max(0, (self.exchange.max_servers or 0) - self.servers) if self.moves_shards else 0
+
+    @property
     def replicated(self) -> bool:
         """Whether the run carries on without a model server that is lost, since another one has its shard, too."""
         return self.exchange.kind == "model_server" and self.exchange.replicas > 0

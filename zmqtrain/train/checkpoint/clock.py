@@ -47,9 +47,9 @@ class CheckpointClock:
         every_s = topology.job.checkpoint_s
 
         def workers() -> Sequence[PeerId]:
-            here = () if members is None or not placement.spares else members()
+            here = () if members is None or not placement.spare_workers else members()
             first = [worker.peer for worker in placement.workers]
-            return [*first, *(spare.peer for spare in placement.spares if spare.peer in here)]
+            return [*first, *(spare.peer for spare in placement.spare_workers if spare.peer in here)]
 
         return cls(endpoint, workers, every_s, timeout_s=topology.job.timeouts.barrier_s, journal=journal)
 

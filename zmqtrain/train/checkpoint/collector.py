@@ -145,7 +145,7 @@ class CheckpointCollector:
             model=model,
             clock=CheckpointClock.of(endpoint, topology, placement, journal, members),
             journal=journal,
-            others=[f"worker-{spare.index}" for spare in placement.spares],
+            others=[f"worker-{spare.index}" for spare in placement.spare_workers],
         )
 
     def _go_on(self, ledger: Mapping[str, Any]) -> None:
