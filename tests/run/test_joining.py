@@ -9,7 +9,7 @@ import pytest
 from zmqtrain.errors import UsageError
 from zmqtrain.membership.view import Member, View
 from zmqtrain.run.joining import Places
-from zmqtrain.topology.placement import Placement, place
+from zmqtrain.topology.placement import Placement, backups_for, place
 from zmqtrain.topology.schema import Topology
 
 
@@ -70,3 +70,46 @@ def test_places_travel_with_the_placement() -> None:
     assert placement.world_size == 2
     assert placement.group_members(3) == ("worker/3",)
     assert placement.role("worker/3").host == "joined-2"
+
+
+# Model servers.
+
+
+def servers(most: int | None, **exchange: Any) -> Topology:
+    document: dict[str, Any] = {"job": {}, "hosts": [{"name": "h[1-2]", "slots": 2}], "compute": {"groups": 2}}
+    more = {} if most is None else {"max_servers": most}
+    return Topology.from_dict({**document, "exchange": {"kind": "model_server", "shards": 2, "replicas": 1, **exchange, **more}})
+
+
+def test_model_servers_have_places_too() -> None:
+    run = servers(4)
+    placement = place(run)
+    assert [(role.peer, role.kind, role.host) for role in placement.spares] == [
+        ("server/2", "server", "joined-1"),
+        ("server/3", "server", "joined-2"),
+    ]
+    assert [role.peer for role in placement.server_roles] == ["server/0", "server/1"]
+    assert [role.peer for role in placement.everyone] == ["worker/0", "worker/1"]
+    assert backups_for(placement, "server/2") == ("server/3", "server/0", "server/1")
+    assert Placement.from_dict(placement.to_dict()) == placement
+    places = Places(run, placement)
+    assert [places.take(view("h1", "h2"), now) for now in (0.0, 1.0)] == ["joined-1", "joined-2"]
+    with pytest.raises(UsageError, match="max_servers = 4"):
+        places.take(view("h1", "h2"), 2.0)
+    without = servers(None)
+    with pytest.raises(UsageError, match=r"\[exchange\] max_servers says so"):
+        Places(without, place(without)).take(view("h1"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "why"),
+    [
+        ({"replicas": 0}, "runs whose shards can move"),
+        ({"replicas": 0, "shards": 1}, "runs whose shards can move"),
+        ({"shards": 6}, "max_servers is 4, but the run has 6 model servers"),
+        ({"kind": "gossip", "shards": 1, "replicas": 0}, "max_servers is for model servers"),
+    ],
+)
+def test_more_servers_than_make_sense_are_refused(exchange: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        servers(4, **exchange)
