@@ -71,7 +71,7 @@ def test_the_run_goes_on_without_the_one_and_says_why() -> None:
     assert of.roster.state is State.RUNNING
     view = of.roster.view()
     assert [member.peer for member in view.workers()] == ["worker/0", "worker/1", "worker/3"]
-    assert view.lost["worker/2"] == "it and 3 other workers have lost touch with each other: no connection for 6 s"
+    assert view.lost["worker/2"] == "it and 3 others have lost touch with each other: no connection for 6 s"
     assert "worker/2" in of.dropped
 
 
@@ -86,3 +86,37 @@ def test_it_is_for_processes_that_are_there_in_runs_that_go_on_without_some() ->
     rift(fixed, "worker/0", "worker/2")
     pass_on(fixed)
     assert fixed.roster.state is State.RUNNING
+
+
+def servers() -> Table:
+    """Two workers, and two servers of which each has a copy of what the other one has."""
+    of = Table(members(workers=2, servers=2), elastic=True, replicated=True)
+    of.join_all()
+    for shard, (head, backup) in enumerate((("server/0", "server/1"), ("server/1", "server/0"))):
+        of.take(of.roster.handle_backup(head, shard, backup, -1 - shard, of.now))
+    return of
+
+
+def test_a_server_goes_if_others_have_its_shards() -> None:
+    of = servers()
+    for peer in ("worker/0", "worker/1", "server/0"):
+        rift(of, peer, "server/1")
+    pass_on(of)
+    assert of.roster.state is State.RUNNING
+    assert set(of.roster.view().lost) == {"server/1"}
+    assert of.roster.view().chains == (("server/0",), ("server/0",))
+
+
+def test_the_last_server_with_a_shard_stays() -> None:
+    of = servers()
+    rift(of, "worker/0", "server/1")
+    rift(of, "worker/1", "server/0")
+    rift(of, "server/0", "server/1")
+    pass_on(of)
+    assert of.roster.state is State.RUNNING
+    assert len([chain for chain in of.roster.view().chains if chain]) == 2
+    alone = Table(members(workers=2, servers=2), elastic=True, replicated=True)
+    alone.join_all()
+    rift(alone, "worker/0", "server/1")  # nobody has a copy yet
+    pass_on(alone)
+    assert not alone.roster.view().lost

@@ -59,7 +59,7 @@ class Membership:
         self._reporting = asyncio.Lock()  # one at a time: they are numbered in the order of their arrival
         self._callbacks: list[HaltCallback] = []
         self._view_callbacks: list[ViewCallback] = []
-        self._rifts: dict[tuple[PeerId, int], str] = {}  # workers that are lost to this one, and which process -> why
+        self._rifts: dict[tuple[PeerId, int], str] = {}  # roles that are lost to this one, and which process -> why
         self._rift = asyncio.Event()
         self._left = False
         self._needless = False
@@ -308,7 +308,7 @@ class Membership:
                 callback(reason)
 
     async def _tell_rifts(self) -> None:
-        """Tell the coordinator of workers whose links are lost, unless it soon says itself that they are."""
+        """Tell the coordinator of roles that may be lost, and to which links are lost, unless it soon says itself that they are."""
         while True:
             await self._rift.wait()
             await asyncio.sleep(self.timeouts.grace_s)
@@ -322,7 +322,8 @@ class Membership:
 
     def _take_lost(self, peer: PeerId, reason: str) -> None:
         member = self.view.members.get(peer)
-        if member is not None and member.kind == "worker" and self.peer.startswith("worker/"):
+        workers = member is not None and member.kind == "worker" and self.peer.startswith("worker/")
+        if member is not None and (workers or (member.is_role and bool(self.view.chains))):  # then servers may be lost, too
             self._rifts[peer, member.incarnation] = reason
             self._rift.set()
         # One that has left may still have something to report.

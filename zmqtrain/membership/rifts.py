@@ -1,6 +1,6 @@
-"""Workers that have lost touch with each other, although the coordinator sees both: their link is lost for good. Sans-IO.
+"""Roles that have lost touch with each other, although the coordinator sees both: their link is lost for good. Sans-IO.
 
-An elastic run goes on if one of the two is replaced. Which one, follows from what all say: a worker that stood still, or whose
+An elastic run goes on if one of the two is replaced. Which one, follows from what all say: a role that stood still, or whose
 network was away, is named by many others, and each of these only by it. So whoever has lost touch with the most others goes first,
 until no rift is left.
 """
@@ -19,7 +19,7 @@ Life: TypeAlias = tuple[PeerId, int]
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A worker that is to be replaced."""
+    """A role that is to be replaced."""
 
     peer: PeerId
     reason: str
@@ -43,9 +43,9 @@ class Rifts:
         """When `settle` must be called at the latest."""
         return [] if self._deadline is None else [self._deadline]
 
-    def settle(self, now: float, here: Callable[[Life], bool], last: Callable[[PeerId], tuple[bool, int]]) -> list[Gone]:
+    def settle(self, now: float, here: Callable[[Life], bool], last: Callable[[PeerId], tuple[bool | int, ...]]) -> list[Gone]:
         """Decide who goes, once everybody has had time to say what is lost. ``here``: whether a process still takes part.
-        ``last``: of workers with equally many rifts the one with the largest of these goes."""
+        ``last``: of roles with equally many rifts the one with the largest of these goes."""
         if self._deadline is None or now < self._deadline:
             return []
         between = {lives: why for lives, why in self._between.items() if all(map(here, lives))}
@@ -63,4 +63,4 @@ class Rifts:
 
 
 def _named(peers: list[PeerId]) -> str:
-    return peers[0] if len(peers) == 1 else f"{len(peers)} other workers"
+    return peers[0] if len(peers) == 1 else f"{len(peers)} others"

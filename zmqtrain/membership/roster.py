@@ -267,6 +267,11 @@ class Roster:
         # The shard of the merged layers is the one after those of model servers.
         return len(self._chains.value) > self._shards if kind == "fc" else kind == "server" and bool(self._chains)
 
+    def _spared(self, entry: Entry) -> bool:
+        """Whether an elastic run goes on without this role: a worker, or a server whose shards others have."""
+        kind = entry.member.kind
+        return kind == "worker" or (self._chained(kind) and self._chains.spare(entry.member.peer))
+
     def _join_late(self, entry: Entry, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
         """A new process joins under the name of a worker that was lost, or that counts as lost now: it takes part in the run in
         progress."""
@@ -562,8 +567,7 @@ class Roster:
             why = self._heard.why_gone(entry.member.host, reason, now)
             return self._lose(entry, why, HostLostError(f"lost the host {entry.member.host}: {why}"), now)
         vouched_for = self._members.is_watched(entry)
-        spared = entry.member.kind == "worker" or (self._chained(entry.member.kind) and self._chains.spare(peer))
-        if vouched_for and (self._patient or not (self._elastic and self.state is State.RUNNING and spared)):
+        if vouched_for and (self._patient or not (self._elastic and self.state is State.RUNNING and self._spared(entry))):
             if entry.member.is_role and self.state is State.RUNNING and entry.cut is None:
                 entry.cut = (now, reason)  # `tick` comes back to it: agents make it come often
             return []
@@ -573,7 +577,7 @@ class Roster:
         return self._lose(entry, reason, HostLostError(f"lost {peer} on {entry.member.host}: {reason}"), now)
 
     def handle_rift(self, peer: PeerId, other: PeerId, process: int, reason: str, now: float) -> list[Action]:
-        """A worker says that its link to ``process`` of another one is lost, although that is a member still. Where the run can go
+        """A role says that its link to ``process`` of another one is lost, although that is a member still. Where the run can go
         on without one of them, it is decided a moment later which one goes."""
         one = self._members.get(peer)
         if one is not None and self._elastic and self.state is State.RUNNING:
@@ -631,22 +635,24 @@ class Roster:
         return actions
 
     def _end_rifts(self, now: float) -> list[Action]:
-        """Workers that cannot reach others any more, although their processes have not ended."""
+        """Roles that cannot reach others any more, although their processes have not ended: workers, and servers whose shards
+        others have."""
 
         def here(life: Life) -> bool:
             entry = self._members.get(life[0])
-            return entry is not None and entry.member.kind == "worker" and entry.here and entry.incarnation == life[1]
+            return entry is not None and self._spared(entry) and entry.here and entry.incarnation == life[1]
 
-        def last(peer: PeerId) -> tuple[bool, int]:
+        def last(peer: PeerId) -> tuple[bool, bool, int]:
             entry = self._members.get(peer)
             assert entry is not None
-            return not entry.member.ready, entry.member.index
+            return entry.member.kind == "worker", not entry.member.ready, entry.member.index
 
         actions: list[Action] = []
         for gone in self._rifts.settle(now, here, last):
             entry = self._members.get(gone.peer)
             assert entry is not None
-            if self.state is State.RUNNING and entry.here:
+            # Once one server is lost, another one may be the last that has a shard.
+            if self.state is State.RUNNING and entry.here and self._spared(entry):
                 error = HostLostError(f"{gone.peer} on {entry.member.host}: {gone.reason}")
                 actions += self._lose(entry, gone.reason, error, now)
         return actions
