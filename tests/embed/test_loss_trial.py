@@ -161,6 +161,45 @@ def test_a_session_refuses_them(name: str) -> None:
         trained((COUPLED | OWN_CONSTANTS)[name])
 
 
+def next_tokens(left_out: Tensor) -> Callable[[Session | None], nn.Module]:
+    """A program that trains on sequences of which the targets ``left_out`` do not count; ``None``: in one process."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(len(left_out), 3, 6, generator=generator, dtype=torch.float64)
+    target = torch.randint(3, (len(left_out), 3), generator=generator).masked_fill(left_out, -100)
+    dataset = torch.utils.data.TensorDataset(inputs, target)
+
+    def program(session: Session | None) -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Linear(6, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if session is not None:
+            model, optimizer = session.replicate(model, optimizer)
+        order = [(inputs[s : s + 4], target[s : s + 4]) for s in range(0, len(left_out), 4)]
+        for some, labels in order if session is None else session.batches(dataset, 0, batch_size=4):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(some).flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+        return model
+
+    return program
+
+
+def test_a_mean_over_as_many_targets_of_each_sample_is_that_of_one_process() -> None:
+    program = next_tokens(torch.tensor([[False, False, True]] * 12))
+    expected = program(None)
+    topology = topology_of(compute={"groups": 1, "group_size": 2}, data={"shuffle": "none"})
+    for model in run_sessions(topology, program):
+        assert isinstance(model, nn.Linear)
+        torch.testing.assert_close(model.weight, expected.weight, atol=1e-12, rtol=0)
+
+
+def test_a_worker_whose_samples_have_fewer_targets_is_noticed() -> None:
+    few = torch.tensor([[False, False, True]] * 10 + [[False, True, True]] * 2)
+    topology = topology_of(compute={"groups": 1, "group_size": 2}, data={"shuffle": "none"})
+    with pytest.raises(TaskError, match="over how many elements it is a mean"):
+        run_sessions(topology, next_tokens(few))
+
+
 def test_a_statistic_of_all_workers_may_enter_a_loss() -> None:
     def program(session: Session) -> None:
         model = nn.Linear(6, 3)

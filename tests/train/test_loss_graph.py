@@ -81,6 +81,16 @@ def test_means_are_left_alone(name: str) -> None:
     assert not not_a_mean(MEANS[name](scores(), TARGET))
 
 
+def test_as_many_targets_may_be_left_out_of_each_sample() -> None:
+    tokens = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()  # samples, classes, times
+    target = torch.zeros(4, 5, dtype=torch.long).index_fill(1, torch.tensor([4]), -100)  # the last one has no next one
+    assert not not_a_mean(functional.cross_entropy(tokens, target), samples=4)
+    assert "ignore_index" in not_a_mean(functional.cross_entropy(tokens, target))
+    target[0, 0] = -100
+    assert "session.backward(loss * n, n)" in not_a_mean(functional.cross_entropy(tokens, target), samples=4)
+    assert "ignore_index" in not_a_mean(functional.cross_entropy(tokens, torch.full_like(target, -100)), samples=4)
+
+
 def test_backward_is_torchs_own_again_once_nobody_watches() -> None:
     before, seen = torch.autograd.backward, []
 

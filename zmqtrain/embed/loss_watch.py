@@ -110,11 +110,11 @@ class LossWatch:
         taken = self._pieces.take()
         if not self._are_means:
             return
-        read = loss.device.type == "cpu" or self._reads > 0
+        read, samples = loss.device.type == "cpu" or self._reads > 0, self._batches().own
         if read:
             self._reads -= 1
             self._value += float(loss.detach()) if loss.numel() == 1 else 0.0
-            if why := not_a_mean(loss, gradient):
+            if why := not_a_mean(loss, gradient, samples):
                 raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
         if self._trials and loss.numel() == 1 and not self.only_adding:
             self._trials -= 1
@@ -127,4 +127,4 @@ class LossWatch:
                 self._remark(HIDDEN)
             if not self._trials:
                 self._pieces.detach()
-        self._constants.add(constants_of(loss, self._batches().own, read=read))
+        self._constants.add(constants_of(loss, samples, read=read, counted=True))

@@ -38,7 +38,8 @@ MOST_PICKED = 12
 
 _WEIGHTED = (
     'give the sum and its weight: session.backward(total, weight), with reduction="sum", and the sum of the weights of the '
-    "targets that count (docs/sessions.md, Losses)"
+    "targets that count; of a mean that the model computes, session.backward(loss * n, n) for the n targets that count "
+    "(docs/sessions.md, Losses)"
 )
 
 _SUMMED = (
@@ -72,10 +73,12 @@ def nodes_of(loss: Tensor, *, beside: Collection[Node | None] = ()) -> Iterator[
         nodes += children_of(node)
 
 
-def not_a_mean(loss: Tensor, gradient: Tensor | None = None) -> str:
+def not_a_mean(loss: Tensor, gradient: Tensor | None = None, samples: int | None = None) -> str:
     """Why the loss is not a mean over samples, with what to do, in words; empty if nothing shows that.
 
-    ``gradient``: what backward() is given, for a loss of several elements."""
+    ``gradient``: what backward() is given, for a loss of several elements. ``samples``: this worker's; ``None``: not known. Targets
+    may be left out if as many are left for each of them, as in a language model whose last token has no next one; whether other
+    workers have as many, `zmqtrain.train.loss_trial.constants_of` shows."""
     if loss.grad_fn is None:
         return ""
     if loss.numel() != 1:
@@ -85,12 +88,12 @@ def not_a_mean(loss: Tensor, gradient: Tensor | None = None) -> str:
             "it chooses among the samples (a maximum, a median, the hardest ones), and each worker chooses among its own only: use "
             "one worker; if each worker's own choice is meant, write session.backward(loss * n, n) for its n samples"
         )
-    return _Walk().reason(loss.grad_fn, scaled=False)
+    return _Walk(samples).reason(loss.grad_fn, scaled=False)
 
 
 class _Walk:
-    def __init__(self) -> None:
-        self._left = MOST_NODES
+    def __init__(self, samples: int | None) -> None:
+        self._samples, self._left = samples, MOST_NODES
 
     def reason(self, node: Node | None, *, scaled: bool) -> str:
         """Of a term of the loss. ``scaled``: it is multiplied by something."""
@@ -99,7 +102,7 @@ class _Walk:
             return ""
         kind, children = kind_of(node), children_of(node)
         if hasattr(node, "_saved_reduction"):
-            return _of_torchs(node, scaled=scaled)
+            return _of_torchs(node, self._samples, scaled=scaled)
         if kind in SCALES and sum(map(self._has_mean, children)) > 1:
             return (
                 "a product or quotient of means is not the mean of the workers' products: compute it for each sample, then the mean"
@@ -187,7 +190,7 @@ def kind_of(node: Node) -> str:
     return node.name().partition("Backward")[0]
 
 
-def _of_torchs(node: Any, *, scaled: bool) -> str:
+def _of_torchs(node: Any, samples: int | None, *, scaled: bool) -> str:
     """Of a loss function of torch."""
     if node._saved_reduction == SUM and not scaled:
         return _SUMMED
@@ -197,7 +200,7 @@ def _of_torchs(node: Any, *, scaled: bool) -> str:
     counted = float(node._saved_total_weight)
     if node._saved_weight is not None and counted != target.numel():
         return f"it has class weights, so workers count by the weights of their targets: {_WEIGHTED}"
-    if counted != target.numel():
+    if counted != target.numel() and (not samples or not counted or counted % samples):
         return f"it leaves out targets (ignore_index), so workers with more of them would count too much: {_WEIGHTED}"
     if target.ndim == 1 and 1 < len(target) == node._saved_self.shape[1] and _of_pairs(node):
         own = torch.arange(len(target), device=target.device)
