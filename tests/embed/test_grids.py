@@ -331,6 +331,47 @@ def test_where_columns_divide_samples_a_loss_must_be_their_mean(name: str) -> No
         run_sessions(grid_of("2x2"), program)
 
 
+class Scored(nn.Module):
+    """It computes its loss itself."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.loss = linear(), loss
+
+    def forward(self, inputs: Tensor, target: Tensor) -> dict[str, Tensor]:
+        output = self.layer(inputs)
+        return {"loss": self.loss(output, target), "scores": output}
+
+
+#: Losses of a model that are means over its group's samples only.
+OF_A_GROUP: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    **{name: NO_MEANS[name] for name in ("class weights",)},
+    "a sum": ("it is the sum over the samples|it is a sum over the samples", NO_MEANS["a sum"][1]),
+    "targets left out": ("it leaves out targets", lambda output, target: cross_entropy(output, target, ignore_index=1)),
+    "a mean of some": ("what it divides by", lambda output, target: cross_entropy(output[target == 2], target[target == 2])),
+    "the hardest": ("it chooses", lambda output, target: cross_entropy(output, target, reduction="none").topk(3).values.mean()),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_GROUP)
+def test_a_loss_that_the_model_computes_is_a_mean_over_the_samples_of_all_groups(name: str) -> None:
+    why, loss = OF_A_GROUP[name]
+
+    def program(session: Session) -> None:
+        model = made(lambda: Scored(loss))
+        _, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        inputs, target = images().tensors
+        mine = slice(8 * session.group, 8 * session.group + 8)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(inputs[mine, 0, 0], target[mine])["loss"].backward()
+            optimizer.step()
+
+    run_sessions(grid_of("2x1"), program)  # of one group it is that of all its samples
+    with pytest.raises(TaskError, match=f"not a mean over this worker's samples: ({why})"):
+        run_sessions(grid_of("2x1", compute={"groups": 2}, exchange={"kind": "allreduce"}), program)
+
+
 @pytest.mark.parametrize(
     ("make", "sections", "refusal", "why"),
     [

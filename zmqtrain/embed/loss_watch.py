@@ -35,6 +35,13 @@ class Batches:
     """In a group."""
     groups: int
     """Those that make each step together."""
+    divided: bool = False
+    """Whether a group divides the model, and computes what the model returns without rows of all its samples."""
+
+    @property
+    def inside(self) -> int | None:
+        """The samples of a loss that a divided model computes, if other groups have others."""
+        return self.of_group if self.divided and self.groups > 1 else None
 
     def wholes(self, samples: int) -> set[int]:
         """The samples of the group and of all groups, if this worker has ``samples``."""
@@ -110,21 +117,25 @@ class LossWatch:
         taken = self._pieces.take()
         if not self._are_means:
             return
-        read, samples = loss.device.type == "cpu" or self._reads > 0, self._batches().own
+        batches = self._batches()
+        read, samples, inside = loss.device.type == "cpu" or self._reads > 0, batches.own, batches.inside
         if read:
             self._reads -= 1
             self._value += float(loss.detach()) if loss.numel() == 1 else 0.0
-            if why := not_a_mean(loss, gradient, samples):
+            if why := not_a_mean(loss, gradient, samples, inside=inside):
                 raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
         if self._trials and loss.numel() == 1 and not self.only_adding:
             self._trials -= 1
             self._foreign |= {id(each): each for each in foreign_parameters(loss, self._own)}
             outputs = taken.outputs
-            wholes = self._batches().wholes(len(outputs[-1])) if outputs else ()
-            if why := summed(loss, outputs, wholes, taken.inner, read=read) or (OF_SAMPLES if couples(loss, outputs) else ""):
+            rows = len(outputs[-1]) if outputs else inside
+            wholes = batches.wholes(rows) if rows else ()
+            if why := summed(loss, outputs, wholes, taken.inner, read=read, inside=inside) or (
+                OF_SAMPLES if couples(loss, outputs) else ""
+            ):
                 raise TaskError(f"this loss is not a mean over this worker's samples: {why}")
             if hidden(loss):
                 self._remark(HIDDEN)
             if not self._trials:
                 self._pieces.detach()
-        self._constants.add(constants_of(loss, samples, read=read, counted=True))
+        self._constants.add(constants_of(loss, samples, read=read, counted=True, inside=inside))

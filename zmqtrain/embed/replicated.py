@@ -254,7 +254,7 @@ class Replicated:
     def _batches(self) -> Batches:
         workers = self.scope.group.size // self.scope.groups
         if self._divided is not None:
-            return Batches(*self._divided.samples, workers // self._divided.rows, self.scope.groups)
+            return Batches(*self._divided.samples, workers // self._divided.rows, self.scope.groups, divided=True)
         own, of_group = self._share() or (None, None)
         return Batches(own, of_group, workers, self.scope.groups)
 
@@ -321,6 +321,11 @@ class Replicated:
         """Autograd is about to add ``gradient`` to the parameter's."""
         if gradient.layout is not torch.strided:
             raise TaskError(f"the gradient of {name!r} is sparse, which cannot be summed over workers: use Embedding(sparse=False)")
+        if parameter.shape != self._views[name].shape:
+            raise TaskError(
+                f"the parameter {name!r} has the shape {tuple(parameter.shape)} now, but had {tuple(self._views[name].shape)} at "
+                "session.replicate(): change sizes (resize_token_embeddings()) before session.replicate()"
+            )
         if parameter.dtype != self._views[name].dtype:
             raise TaskError(
                 f"the parameter {name!r} is {parameter.dtype} now, but was {self._views[name].dtype} at session.replicate(): "

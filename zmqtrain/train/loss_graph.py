@@ -30,17 +30,24 @@ BENDS = frozenset(
         *("Abs", "Relu", "Clamp", "ClampMin", "ClampMax", "Softplus", "Maximum", "Minimum"),
     }
 )
+#: What leads into a divided model, or out of it: values stay as they are.
+BOUNDARIES = frozenset({"_ToLocal", "_FromLocal"})
 MEAN, SUM = 1, 2  # torch's numbers for reductions
 #: What chooses among values.
 _PICKS = frozenset({"Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort"})
 #: So many nodes may be between a loss and what chooses among its samples.
-MOST_PICKED = 12
+MOST_PICKED = (
+    "it chooses among the samples (a maximum, a median, the hardest ones), and each worker chooses among its own only: use one "
+    "worker"
+)
 
 _WEIGHTED = (
     'give the sum and its weight: session.backward(total, weight), with reduction="sum", and the sum of the weights of the '
     "targets that count; of a mean that the model computes, session.backward(loss * n, n) for the n targets that count "
     "(docs/sessions.md, Losses)"
 )
+
+PICKED = "it chooses among the samples (a maximum, a median, the hardest ones), and each worker chooses among its own only: use one worker"
 
 _SUMMED = (
     'it is the sum over the samples (reduction="sum", or backward() of ones), and the mean of the workers\' sums is not the sum of '
@@ -73,27 +80,25 @@ def nodes_of(loss: Tensor, *, beside: Collection[Node | None] = ()) -> Iterator[
         nodes += children_of(node)
 
 
-def not_a_mean(loss: Tensor, gradient: Tensor | None = None, samples: int | None = None) -> str:
+def not_a_mean(loss: Tensor, gradient: Tensor | None = None, samples: int | None = None, *, inside: int | None = None) -> str:
     """Why the loss is not a mean over samples, with what to do, in words; empty if nothing shows that.
 
     ``gradient``: what backward() is given, for a loss of several elements. ``samples``: this worker's; ``None``: not known. Targets
     may be left out if as many are left for each of them, as in a language model whose last token has no next one; whether other
-    workers have as many, `zmqtrain.train.loss_trial.constants_of` shows."""
+    workers have as many, `zmqtrain.train.loss_trial.constants_of` shows. ``inside``: the samples of which a divided model has
+    computed the loss, or a part of it, if these are not all samples of the step; ``None``: what it computes is not looked at."""
     if loss.grad_fn is None:
         return ""
     if loss.numel() != 1:
         return _SUMMED if gradient is not None and gradient.numel() > 1 and bool((gradient == 1).all()) else ""
-    if _picks_samples(loss.grad_fn):
-        return (
-            "it chooses among the samples (a maximum, a median, the hardest ones), and each worker chooses among its own only: use "
-            "one worker; if each worker's own choice is meant, write session.backward(loss * n, n) for its n samples"
-        )
-    return _Walk(samples).reason(loss.grad_fn, scaled=False)
+    if picks_samples(loss, inside=inside is not None):
+        return f"{PICKED}; if each worker's own choice is meant, write session.backward(loss * n, n) for its n samples"
+    return _Walk(samples, inside).reason(loss.grad_fn, scaled=False)
 
 
 class _Walk:
-    def __init__(self, samples: int | None) -> None:
-        self._samples, self._left = samples, MOST_NODES
+    def __init__(self, samples: int | None, inside: int | None) -> None:
+        self._samples, self._inside, self._left = samples, inside, MOST_NODES
 
     def reason(self, node: Node | None, *, scaled: bool) -> str:
         """Of a term of the loss. ``scaled``: it is multiplied by something."""
@@ -107,6 +112,8 @@ class _Walk:
             return (
                 "a product or quotient of means is not the mean of the workers' products: compute it for each sample, then the mean"
             )
+        if kind in BOUNDARIES and self._inside is not None:
+            return _Walk(self._inside, self._inside).reason(children[0] if children else None, scaled=scaled)
         if kind in ADDS or kind in SCALES:
             found = (self.reason(child, scaled=scaled or kind in SCALES) for child in children)
             return next(filter(None, found), "")
@@ -128,8 +135,14 @@ class _Walk:
         return through and any(self._has_mean(child) for child, _ in node.next_functions)
 
 
-def _picks_samples(node: Node | None, left: int = MOST_PICKED) -> bool:
-    """Whether a loss is computed of the largest, the smallest or the middle ones of values that have a row for each sample."""
+def picks_samples(loss: Tensor, *, inside: bool = False) -> bool:
+    """Whether a loss is computed of the largest, the smallest or the middle ones of values that have a row for each sample.
+
+    ``inside``: also by a divided model."""
+    return _picks_samples(loss.grad_fn, MOST_PICKED, inside=inside)
+
+
+def _picks_samples(node: Node | None, left: int, *, inside: bool) -> bool:
     if node is None or not left or hasattr(node, "_saved_reduction"):
         return False
     kind = kind_of(node)
@@ -137,7 +150,8 @@ def _picks_samples(node: Node | None, left: int = MOST_PICKED) -> bool:
     if kind in _PICKS:
         return _picks_rows(node) and not all(map(of_weights, children))
     through = kind in ADDS or kind in SCALES or kind in ("Mean", "Sum", "Relu", "Clamp", "Slice", "Index")
-    return through and any(_picks_samples(child, left - 1) for child in children[:2])
+    through |= inside and kind in BOUNDARIES
+    return through and any(_picks_samples(child, left - 1, inside=inside) for child in children[:2])
 
 
 def _picks_rows(node: Any) -> bool:

@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from zmqtrain.train.loss_graph import ADDS, MOST_NODES, SCALES, SUM, children_of, dims_of, is_without_rows, kind_of, of_weights
+from zmqtrain.train.loss_graph import (
+    ADDS,
+    BOUNDARIES,
+    MOST_NODES,
+    SCALES,
+    SUM,
+    children_of,
+    dims_of,
+    is_without_rows,
+    kind_of,
+    of_weights,
+)
 
 #: So many operations may be between a model's output and the sum.
 MOST_BETWEEN = 256
@@ -43,33 +54,44 @@ def hidden(loss: Tensor) -> bool:
         if not nodes:
             return False
         node = nodes.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and kind_of(node) not in BOUNDARIES:
             return True
         if kind_of(node) in _ADDS | SCALES:
             nodes += children_of(node)
     return False
 
 
-def summed(loss: Tensor, outputs: Sequence[Tensor], wholes: Collection[int], inner: Collection[Node] = (), *, read: bool) -> str:
+def summed(
+    loss: Tensor,
+    outputs: Sequence[Tensor],
+    wholes: Collection[int],
+    inner: Collection[Node] = (),
+    *,
+    read: bool,
+    inside: int | None = None,
+) -> str:
     """Why the loss is a sum over samples that is not divided by their number, with what to do, in words; empty if nothing shows
     that.
 
     ``outputs`` of the model have a row for each of this worker's samples. ``wholes``: the numbers of samples of larger batches,
     those of its group and of all groups. ``inner``: operations within the model whose results have a row for each sample, too.
-    ``read``: divisors that are on the device may be read."""
-    samples = len(outputs[-1]) if outputs else 0
+    ``read``: divisors that are on the device may be read. ``inside``: as for `zmqtrain.train.loss_graph.not_a_mean`."""
+    samples = len(outputs[-1]) if outputs else inside or 0
     if not samples or loss.grad_fn is None or loss.numel() != 1:
         return ""
     ends = {output.grad_fn for output in outputs if len(output) == samples and output.grad_fn is not None} | set(inner)
     try:
-        return _Walk(samples, ends, sorted(set(wholes) - {samples}), read=read).reason(loss.grad_fn, ())
+        return _Walk(samples, ends, sorted(set(wholes) - {samples}), inside, read=read).reason(loss.grad_fn, ())
     except RuntimeError:  # a value has been changed in place, or the graph is gone: backward() will say so
         return ""
 
 
 class _Walk:
-    def __init__(self, samples: int, ends: Collection[Node], wholes: Sequence[int], *, read: bool) -> None:
-        self._samples, self._ends, self._wholes, self._read = samples, ends, wholes, read
+    def __init__(
+        self, samples: int, ends: Collection[Node] | None, wholes: Sequence[int], inside: int | None, *, read: bool
+    ) -> None:
+        """``ends``: ``None`` within the model."""
+        self._samples, self._ends, self._wholes, self._inside, self._read = samples, ends, wholes, inside, read
         self._left = MOST_NODES
 
     def reason(self, node: Node | None, divisors: tuple[float, ...]) -> str:
@@ -78,6 +100,9 @@ class _Walk:
         if node is None or self._left < 0:
             return ""
         kind, children = kind_of(node), children_of(node)
+        if kind in BOUNDARIES and self._inside and children:
+            wholes = [each for each in self._wholes if each > self._inside]
+            return _Walk(self._inside, None, wholes, self._inside, read=self._read).reason(children[0], divisors)
         if kind == "Div" and len(children) > 1 and all(map(self._has_sum, children)):
             return _QUOTIENT
         if kind in SCALES and len(children) == 1:
@@ -157,7 +182,7 @@ class _Walk:
 
     def _reaches(self, node: Node) -> bool:
         """Whether this is computed of the model's outputs."""
-        return any(found in self._ends for found in _below(node))
+        return self._ends is None or any(found in self._ends for found in _below(node))
 
 
 def _below(node: Node) -> Iterator[Node]:

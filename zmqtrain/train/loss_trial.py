@@ -25,6 +25,7 @@ from zmqtrain.data.nested import leaves
 from zmqtrain.train.loss_graph import (
     ADDS,
     BENDS,
+    BOUNDARIES,
     MEAN,
     MOST_NODES,
     children_of,
@@ -196,14 +197,17 @@ class Trials:
         return True
 
 
-def constants_of(loss: Tensor, samples: int | None, *, read: bool, counted: bool = False) -> list[tuple[str, float]]:
+def constants_of(
+    loss: Tensor, samples: int | None, *, read: bool, counted: bool = False, inside: int | None = None
+) -> list[tuple[str, float]]:
     """What of the loss must be the same on all workers, in the order of its graph.
 
     ``samples``: this worker's, by whose number counts are divided; ``None``: not known. ``read``: values that are on the device may
-    be read. ``counted``: also the weight of targets that torch's losses have counted."""
+    be read. ``counted``: also the weight of targets that torch's losses have counted. ``inside``: as for
+    `zmqtrain.train.loss_graph.not_a_mean`."""
     if loss.grad_fn is None or loss.numel() != 1:
         return []
-    walk = _Walk(samples, read=read, counted=counted)
+    walk = _Walk(samples, inside, read=read, counted=counted)
     try:
         walk.visit(loss.grad_fn)
     except RuntimeError:  # a value has been changed in place, or the graph is gone: backward() will say so
@@ -212,8 +216,9 @@ def constants_of(loss: Tensor, samples: int | None, *, read: bool, counted: bool
 
 
 class _Walk:
-    def __init__(self, samples: int | None, *, read: bool, counted: bool) -> None:
-        self._samples, self._read, self._counted, self._left = samples, read, counted, MOST_NODES
+    def __init__(self, samples: int | None, inside: int | None, *, read: bool, counted: bool) -> None:
+        self._samples, self._inside = samples, inside
+        self._read, self._counted, self._left = read, counted, MOST_NODES
         self.found: list[tuple[str, float]] = []
 
     def visit(self, node: Node | None) -> None:
@@ -229,6 +234,8 @@ class _Walk:
             self.found.append((kind, count if of_weights(node) or is_without_rows(node) else self._count(count)))
         elif kind in ("Div", "Mul", "Dot"):
             self._of_factor(node, kind)
+        elif kind in BOUNDARIES and self._inside is not None:
+            self._samples = self._inside
         elif kind not in ADDS | BENDS | {"Mean", "Sum", "Stack", "Rsub"}:
             return
         for child, _ in node.next_functions:

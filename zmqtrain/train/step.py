@@ -14,10 +14,12 @@ from zmqtrain.data.batch import Batch
 from zmqtrain.data.nested import leaves
 from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
+from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.placed.tensor import Placed
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import DividedShare, share_of_model
-from zmqtrain.train.loss_trial import Trials, counts_of
+from zmqtrain.train.loss_graph import PICKED, picks_samples
+from zmqtrain.train.loss_trial import Constants, Trials, counts_of
 from zmqtrain.train.losses import Losses
 from zmqtrain.train.own_samples import require_unchanged, versions_of
 from zmqtrain.train.replica import TorchReplica
@@ -34,6 +36,7 @@ from zmqtrain.train.weighting import (
     require_all_rows,
     require_mean,
     require_mean_of_model,
+    require_mean_on_grid,
     require_none_ignored,
     require_none_ignored_by_model,
     require_same_counts,
@@ -99,6 +102,7 @@ class TrainStep:
         self._trials = Trials(LOSSES_TRIED)
         self._weights_tried = 0
         self._counts: list[tuple[str, float]] = []  # of the last loss that was tried
+        self._constants: Constants | None = None  # of the last loss that a divided model computed
         self._looked = settings.rank != 0 or not settings.blind  # whether unreached parameters have been checked
         self._losses = Losses(device.staging, settings.rank, settings.accumulate, stop=settings.on_nan == "stop")
 
@@ -221,7 +225,18 @@ class TrainStep:
         # Those of other workers of a grid would be needed to compute anything of an output that stays divided.
         if loss.numel() != 1 or any(isinstance(leaf, Placed) for leaf in leaves(output)):
             return
+        model = self._replica.model
+        if self._models and isinstance(model, ParallelModel):  # its forward makes it a mean over the group's samples
+            if self._weights is not None and (self._weights.groups > 1 or self._settings.accumulate > 1):
+                read = self._device.type == "cpu" or not self._constants
+                self._constants = require_mean_on_grid(loss, model.batch.size, self._constants, read=read)
+            return
         if self._trials.due(loss, part.samples, read=self._device.type == "cpu"):
+            if picks_samples(loss):  # halves may have fewer samples than are chosen
+                raise TaskError(
+                    f"the loss is not a mean over samples: {PICKED}, or, if each worker's own choice is meant, let Task.loss "
+                    "return the pair (loss * n, n) for its n samples"
+                )
             counts = [("samples", float(part.samples)), *counts_of(loss, part.samples)]
             self._counts = require_same_counts(self._counts, counts)
             looks = not self._models and require_mean(self._loss, output, part.target, part.samples, loss.detach())

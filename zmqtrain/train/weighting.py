@@ -27,7 +27,9 @@ from zmqtrain.data.batch import TARGETS, Batch
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.nested import leaves, mapped, rows
 from zmqtrain.errors import TaskError
-from zmqtrain.train.loss_graph import leaves_of, nodes_of
+from zmqtrain.train.loss_graph import leaves_of, nodes_of, not_a_mean
+from zmqtrain.train.loss_sums import summed
+from zmqtrain.train.loss_trial import Constants, constants_of
 from zmqtrain.wire.tensor import TensorPayload
 
 #: The class that torch's losses ignore by default.
@@ -133,6 +135,25 @@ def require_weight(loss: Callable[[Any, Any], Any], output: Any, target: Any, sa
             "do not add up. A pair is (sum, weight): the loss is sum / weight. Return the loss alone; other figures belong in "
             "Task.metrics"
         )
+
+
+def require_mean_on_grid(loss: Tensor, samples: int, before: Constants | None, *, read: bool) -> Constants:
+    """Raise `TaskError` if a loss that a divided model computes is no mean over samples, as far as its operations show it.
+
+    ``samples``: those of which the model computes it, though not all of the step's. ``before``: what this returned for the batch
+    before. ``read``: as for `constants_of`."""
+    how = "return the pair (loss * n, n) from Task.loss, with the number n that count, or use one group without micro-batches"
+    if why := not_a_mean(loss, inside=samples) or summed(loss, (), (), read=read, inside=samples):
+        raise TaskError(f"the loss that the model computes is not a mean over samples: {why} In a task, {how}")
+    constants = Constants()
+    constants.add(constants_of(loss, None, read=read, counted=True, inside=samples))
+    if before is not None and before.kinds == constants.kinds and abs(before.value - constants.value) > 1e-5 * abs(before.value):
+        raise TaskError(
+            "the loss that the model computes is not a mean over samples: what it divides by, over how many elements it is a mean, "
+            "or what it multiplies a mean by, is not the same for two batches, so the model computes it of the batch (a mask, "
+            f"targets that count, the load of experts), and each group has its own: {how}"
+        )
+    return constants
 
 
 def require_same_counts(before: list[tuple[str, float]], now: list[tuple[str, float]]) -> list[tuple[str, float]]:
@@ -460,7 +481,8 @@ class WeightSums:
     ) -> None:
         """``group``: these workers, which form ``groups`` compute groups. ``first``: called before the first sum over several
         workers. ``parts``: into how many parts they divide their samples, if some of them have the same."""
-        self._group, self._groups, self._bridge, self._first = group, groups, bridge, first
+        self._group, self._bridge, self._first = group, bridge, first
+        self.groups = groups
         self.shared = (group.size if parts is None else parts) > 1
         """Whether the samples of a step are divided."""
 
@@ -475,7 +497,7 @@ class WeightSums:
             raise TaskError(
                 f"Task.loss returned (sum, weight), and the weights of step {step} add up to {weight:g} over all workers"
             )
-        return weight / self._groups
+        return weight / self.groups
 
     async def _sum(self, step: int, weight: float) -> float:
         if self._first is not None:
