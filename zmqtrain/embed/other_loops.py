@@ -158,7 +158,8 @@ def _unlike(peer: PeerId, steps: int, here: str = "continues") -> TaskError:
     return TaskError(
         f"{peer} ended its session after {steps} steps, but this worker's loop {here}: all workers must make the same number of "
         "steps, and equally many calls of session.all_reduce() and session.barrier(). session.batches() gives all the same number; "
-        "with your own data, agree on the smallest number with session.all_reduce()"
+        "with your own data, agree on the smallest number with session.all_reduce(). A GradScaler leaves out steps whose gradients "
+        "overflow, and with gossip and averaging each group leaves out its own: use bfloat16 there, which needs no GradScaler"
     )
 
 

@@ -36,10 +36,7 @@ MEAN, SUM = 1, 2  # torch's numbers for reductions
 #: What chooses among values.
 _PICKS = frozenset({"Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort"})
 #: So many nodes may be between a loss and what chooses among its samples.
-MOST_PICKED = (
-    "it chooses among the samples (a maximum, a median, the hardest ones), and each worker chooses among its own only: use one "
-    "worker"
-)
+MOST_PICKED = 12
 
 _WEIGHTED = (
     'give the sum and its weight: session.backward(total, weight), with reduction="sum", and the sum of the weights of the '
@@ -47,7 +44,7 @@ _WEIGHTED = (
     "(docs/sessions.md, Losses)"
 )
 
-PICKED = "it chooses among the samples (a maximum, a median, the hardest ones), and each worker chooses among its own only: use one worker"
+PICKED = "it chooses among the samples (a maximum, a median, the hardest), of which each worker has only its own: use one worker"
 
 _SUMMED = (
     'it is the sum over the samples (reduction="sum", or backward() of ones), and the mean of the workers\' sums is not the sum of '
