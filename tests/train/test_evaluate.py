@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,50 @@ async def test_a_model_that_needs_gradients_in_evaluations_is_told_how() -> None
     result = await run(topology_of(job={"steps": 1}, compute={"batch_size": 12}), Recipe(model=Slope))
     with pytest.raises(TaskError, match=r"in evaluation raised RuntimeError.*within torch\.enable_grad\(\)"):
         raise result.errors["worker/0"]
+
+
+def f1(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    found, there = output.argmax(1) == 1, target == 1
+    return 2 * (found & there).sum().double() / (found.sum() + there.sum())
+
+
+def determination(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """R2: minus infinity where all targets are the same."""
+    return 1 - (output[:, 0] - target).square().sum() / (target - target.double().mean()).square().sum()
+
+
+@pytest.mark.parametrize(("samples", "there"), [(6, True), (7, False)])
+async def test_any_metric_is_right_in_a_single_batch(samples: int, there: bool) -> None:
+    recipe = Recipe(metrics={"f1": f1, "r2": determination}, eval_data=data_of(samples))
+    result = await run(topology_of(job={"steps": 2}, compute={"group_size": 2, "batch_size": 12}), recipe)
+    assert not result.errors
+    event = result.recorders["worker/0"].of("eval")[0]
+    assert ("eval_f1" in event, "eval_r2" in event) == (there, there)
+    if there:
+        inputs, targets = data_of(samples).tensors
+        with torch.no_grad():
+            output = recipe.models["worker/0"](inputs)
+        assert event["eval_f1"] == pytest.approx(float(f1(output, targets)), rel=1e-12)
+        assert event["eval_r2"] == pytest.approx(float(determination(output, targets)), rel=1e-9)
+
+
+@pytest.mark.parametrize("measure", [determination, lambda output, target: (output.argmax(1) >= 0).sum()], ids=["r2", "count"])
+@pytest.mark.parametrize("each", [1, 2])
+def test_what_is_infinite_or_a_count_of_few_samples_is_no_mean(measure: Any, each: int) -> None:
+    metrics = Metrics(Recipe(metrics={"what": measure})("alone"))
+    sums = metrics.zeros()
+    target = torch.tensor([0, 0, 1, 1])  # each half's are the same
+    output = torch.eye(3)[target] + 0.25
+    for first in range(0, 4, each if measure is not determination else 4):
+        some = slice(first, first + (each if measure is not determination else 4))
+        metrics.add(sums, output[some], target[some], len(target[some]))
+    assert "eval_what" not in metrics.means(sums)
+    assert metrics.left_out(sums) == ["eval_what"]
+
+
+def test_weights_that_add_up_to_nothing_make_not_a_number() -> None:
+    precision = {"precision": lambda output, target: ((output.argmax(1) == target).sum(), (output.argmax(1) == 7).sum())}
+    metrics = Metrics(Recipe(metrics=precision)("alone"))
+    sums = metrics.zeros()
+    metrics.add(sums, torch.eye(3), torch.arange(3), 3)
+    assert math.isnan(metrics.means(sums)["eval_precision"])

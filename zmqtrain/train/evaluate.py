@@ -68,7 +68,7 @@ class Evaluation:
                 there the error is raised at once.)
         """
         model = self._replica.model
-        alone = group.size == 1 and self._data.single(self._settings.batch_size)
+        alone = self._data.single(self._settings.batch_size)
         # A divided model's statistics are divided like its parameters, and equal within a group.
         alike = group if not isinstance(model, ParallelModel) else same_position(model, group)
         failure: TaskError | UsageError | None = None

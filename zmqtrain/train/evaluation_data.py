@@ -39,7 +39,7 @@ class EvaluationData:
         return self._source.samples if self._source.stream else len(self._order)
 
     def single(self, batch_size: int) -> bool:
-        """Whether all samples are one batch; of a stream this is not known."""
+        """Whether all samples are one batch, of one worker; of a stream this is not known."""
         return not self._source.stream and len(self._order) <= batch_size
 
     def batch(self, first: int, last: int) -> Batch:
@@ -47,13 +47,20 @@ class EvaluationData:
         return self._fetch(self._order[first:last])
 
     def share(self, parts: int, part: int, batch_size: int) -> Iterator[Batch]:
-        """Part number ``part`` of ``parts`` even parts, in batches. Raises `TaskError` if the user's code raises."""
+        """Part number ``part`` of ``parts`` even parts, in batches. Raises `TaskError` if the user's code raises.
+
+        There are no more parts than full batches, and no batch of a single sample, if that can be: in one batch any metric is
+        right, and the more samples a batch has, the more it shows whether a metric is a mean."""
         if self._source.stream:
             yield from self._share_of_stream(parts, part, batch_size)
             return
-        start, stop = even_bounds(self.samples, parts, part)
-        for first in range(start, stop, batch_size):
-            yield self.batch(first, min(first + batch_size, stop))
+        parts = min(parts, -(-self.samples // batch_size))
+        start, stop = even_bounds(self.samples, parts, part) if part < parts else (0, 0)
+        while start < stop:
+            last = start + batch_size
+            last = stop if last >= stop or (last == stop - 1 and batch_size > 1) else last
+            yield self.batch(start, last)
+            start = last
 
     def _share_of_stream(self, parts: int, part: int, batch_size: int) -> Iterator[Batch]:
         """Every ``parts``-th batch of the stream, beginning with number ``part``."""

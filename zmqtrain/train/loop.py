@@ -439,7 +439,10 @@ class TrainLoop:
             return False
         value = until.value(values)
         if value is None:
-            raise UsageError(f"[job] until: there is no metric {until.metric!r}; the task's evaluation has {', '.join(values)}")
+            raise UsageError(
+                f"[job] until: there is no metric {until.metric!r}; the task's evaluation has {', '.join(values)}. Metrics that are no "
+                "means over samples are left out: return the pair (sum, weight), or let all eval_data be one batch"
+            )
         return until.reached(value)
 
     def _say_if_not_reached(self, values: Mapping[str, float] | None) -> None:

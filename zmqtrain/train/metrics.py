@@ -90,21 +90,25 @@ class Metrics:
         """Notice a measure that is no mean, or whose ``value`` is no weight, as far as a batch shows it. One of which each half has
         the same value shows nothing: the recall of a model that is always right is 1, as a mean would be."""
         if weighted:
+            count = samples
             found = tried_on_halves(measure, output, target, samples, value, of=weight_of) if samples > 1 else None
             good = found is None or found.adds_up
         else:
             count = rows_counted(target, samples)
-            found = tried_on_halves(measure, output, target, count, value) if count > 1 else None
+            found = tried_on_halves(measure, output, target, count, value)  # a single sample comes several times
             good = _is_mean(found, output, target, value, count == samples)
         if not good:
             self._no_means.add(name)
-        if self._tries[name] and (found is None or weighted or not found.alike):
+        if self._tries[name] and count > 1 and (found is None or weighted or not found.alike):
             self._tries[name] -= 1
 
     def means(self, sums: Sums) -> dict[str, float]:
-        """The metrics that apply, by name."""
-        pairs = zip(self.names, sums.reshape(-1, 2), strict=True)
-        return {name: float(total / samples) for name, (total, samples) in pairs if samples and not math.isnan(samples)}
+        """The metrics that apply, by name. One whose weights add up to 0 (the precision where nothing was found) is NaN."""
+        found: dict[str, float] = {}
+        for name, (total, samples) in zip(self.names, sums.reshape(-1, 2), strict=True):
+            if not math.isnan(samples) and (samples or name.removeprefix("eval_") in self._measures):
+                found[name] = float(total / samples) if samples else math.nan
+        return found
 
     def left_out(self, sums: Sums) -> list[str]:
         """The names of those that are no means."""

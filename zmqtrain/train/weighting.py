@@ -248,13 +248,17 @@ class Halves:
         mean = (self.first * self.half + self.second * (self.samples - self.half)) / self.samples
         if self.again != self.whole or not math.isfinite(self.whole):  # random, or bad for another reason
             return True
+        if not math.isfinite(mean):
+            return False
         of_halves = abs(mean - self.whole) <= tolerance * max(abs(self.whole), abs(self.first), abs(self.second))
         return of_halves and not self._changes_repeated(tolerance)
 
     def _changes_repeated(self, tolerance: float) -> bool:
         """Whether the same samples several times make another value."""
-        if self.repeated is None or not math.isfinite(self.repeated):
+        if self.repeated is None:
             return False
+        if not math.isfinite(self.repeated):
+            return True
         return abs(self.repeated - self.whole) > tolerance * max(abs(self.whole), abs(self.repeated))
 
     @property
@@ -263,7 +267,9 @@ class Halves:
         if self.again != self.whole or not math.isfinite(self.whole):
             return True
         added = self.first + self.second
-        return abs(added - self.whole) <= max(self.tolerance, 1e-5) * max(abs(self.whole), abs(self.first), abs(self.second))
+        return math.isfinite(added) and abs(added - self.whole) <= max(self.tolerance, 1e-5) * max(
+            abs(self.whole), abs(self.first), abs(self.second)
+        )
 
     @property
     def alike(self) -> bool:
