@@ -440,8 +440,8 @@ class TrainLoop:
         value = until.value(values)
         if value is None:
             raise UsageError(
-                f"[job] until: there is no metric {until.metric!r}; the task's evaluation has {', '.join(values)}. Metrics that are no "
-                "means over samples are left out: return the pair (sum, weight), or let all eval_data be one batch"
+                f"[job] until: there is no metric {until.metric!r}; the task's evaluation has {', '.join(values)}. Metrics that "
+                "are no means over samples are left out: return the pair (sum, weight), or let all eval_data be one batch"
             )
         return until.reached(value)
 

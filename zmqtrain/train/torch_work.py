@@ -453,7 +453,7 @@ class TorchWork:
             timeout_s=timeout_s,
             size=(compute.group_size, compute.columns),
             data=data,
-            settings=settings_to_resume(self._context.topology, data.samples),
+            settings=settings_to_resume(self._context.topology, data.samples, self._replica.optimizer),
             merged=merged,
             any_first=self._context.topology.elastic,
             members=members,

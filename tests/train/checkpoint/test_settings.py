@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.train.world import Recipe, data_of, run, topology_of
 from zmqtrain.errors import CheckpointError
@@ -42,6 +43,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, An
         {},
         r"\[exchange.averaging\] method = 'elastic', but this run has 'average'",
     ),
+    "optimizer": (ALLREDUCE, {}, {"optimizer": lambda p: torch.optim.Adam(p)}, r"the optimizer = 'SGD', but this run has 'Adam'"),
     "not sent": (TOP, {"exchange": {"compression": "none"}}, {}, "gradients that compression has not sent yet"),
 }
 ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {

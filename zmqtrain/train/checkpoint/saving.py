@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange, Resumable
@@ -359,13 +360,15 @@ def _in_words(added: object) -> str:
     return "right after an exchange of gradients"
 
 
-def settings_to_resume(topology: Topology, samples: int | None) -> dict[str, Value]:
+def settings_to_resume(topology: Topology, samples: int | None, optimizer: Optimizer) -> dict[str, Value]:
     """The settings with which a step's number says what was trained before, and what comes next: with others a resumed run would
-    train some ``samples`` of an epoch twice and others not at all, or go on with another method's models."""
+    train some ``samples`` of an epoch twice and others not at all, or go on with another method's models, or without what another
+    class of optimizer has kept."""
     settings: dict[str, Value] = {
         "[compute] batch_size": topology.compute.batch_size,
         "[job] seed": topology.job.seed,
         "[data] shuffle": topology.data.shuffle,
+        "the optimizer": type(optimizer).__qualname__,
     }
     if samples is not None:
         settings["len(Task.train_data)"] = samples
