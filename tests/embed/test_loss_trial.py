@@ -200,6 +200,26 @@ def test_a_worker_whose_samples_have_fewer_targets_is_noticed() -> None:
         run_sessions(topology, next_tokens(few))
 
 
+def test_gradients_of_own_samples_in_a_loss_are_warned_of() -> None:
+    def program(session: Session) -> None:
+        model = nn.Linear(6, 3)
+        model, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            inputs = torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * step + session.rank))
+            optimizer.zero_grad()
+            own = dict(model.named_parameters())
+            inner = model(inputs[:4]).square().mean()  # of a task
+            gradients = torch.autograd.grad(inner, list(own.values()), create_graph=second)
+            learned = {name: each - 0.1 * by for (name, each), by in zip(own.items(), gradients, strict=True)}
+            torch.func.functional_call(model, learned, (inputs,)).square().mean().backward()
+            optimizer.step()
+
+    for second in (False, True):
+        warnings: list[str] = []
+        run_sessions(PAIR, program, warnings)
+        assert ["create_graph" in each for each in warnings] == [True] * second
+
+
 def test_a_statistic_of_all_workers_may_enter_a_loss() -> None:
     def program(session: Session) -> None:
         model = nn.Linear(6, 3)

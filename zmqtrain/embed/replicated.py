@@ -56,6 +56,11 @@ WATCHED_STEPS = 2
 #: The number of backwards in a session's first step after which the loop is checked for steps of its own.
 BACKWARDS_WITHOUT_STEP = 8
 HOLD = "call session.replicate(model, optimizer, overlap=False)"
+OWN_GRADIENTS = (
+    "torch.autograd.grad(..., create_graph=True) of the parameters gives gradients of each worker's own samples. In a loss that is "
+    "right if a worker has whole tasks of its own (MAML), and wrong if they should be of the whole batch (a penalty on the norm of "
+    "its gradient)"
+)
 SAME_SAMPLES = (
     f"all workers have had the same loss in {LOSSES_TRIED} steps, so they probably train on the same samples, which is no faster "
     "than one of them: take batches from session.batches(data, epoch), or choose samples by session.rank and session.world_size (a "
@@ -332,6 +337,8 @@ class Replicated:
                 "change the model's type (model.half(), model.bfloat16(), model.double()) before session.replicate(), or compute "
                 "in another type by torch.autocast"
             )
+        if gradient.requires_grad and not self.scope.alone:
+            self._remark_soon(OWN_GRADIENTS)
         if not self._in_backward:
             if self._stopped:
                 self._stop()
