@@ -204,8 +204,8 @@ def test_gradients_of_own_samples_in_a_loss_are_warned_of() -> None:
     def program(session: Session) -> None:
         model = nn.Linear(6, 3)
         model, optimizer = session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(2):
-            inputs = torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * step + session.rank))
+        data = torch.utils.data.TensorDataset(torch.randn(24, 6, generator=torch.Generator().manual_seed(1)))
+        for (inputs,) in session.batches(data, 0, batch_size=12):
             optimizer.zero_grad()
             own = dict(model.named_parameters())
             inner = model(inputs[:4]).square().mean()  # of a task

@@ -167,9 +167,9 @@ class Constants:
                 self.value += weighted
 
 
-def counts_of(loss: Tensor, samples: int) -> list[tuple[str, float]]:
-    """Over how many elements for each of the ``samples`` the loss is a mean, for each mean in it."""
-    found = constants_of(loss, samples, read=False)
+def counts_of(loss: Tensor) -> list[tuple[str, float]]:
+    """Over how many elements the loss is a mean, for each mean in it."""
+    found = constants_of(loss, None, read=False)
     return [(kind, count) for kind, count in found if kind in ("mean", "Mean") and count == round(count)]
 
 

@@ -237,7 +237,7 @@ class TrainStep:
                     f"the loss is not a mean over samples: {PICKED}, or, if each worker's own choice is meant, let Task.loss "
                     "return the pair (loss * n, n) for its n samples"
                 )
-            counts = [("samples", float(part.samples)), *counts_of(loss, part.samples)]
+            counts = [("samples", float(part.samples)), *counts_of(loss)]
             self._counts = require_same_counts(self._counts, counts)
             looks = not self._models and require_mean(self._loss, output, part.target, part.samples, loss.detach())
             # A divided model's whole forward would need all workers of the grid; it was compared with the ordinary one's.
