@@ -172,6 +172,7 @@ class _Walk:
             sizes = tuple(node._saved_self_sym_sizes)
             reduced = dims_of(node) or range(len(sizes))
             shape = tuple(sizes[dim] for dim in sorted(reduced)) if 0 in reduced else ()
+            shape += _summed_before(node) if shape else ()
         else:
             return None
         if not shape or shape[0] % self._samples or not shape[0]:
@@ -183,6 +184,21 @@ class _Walk:
     def _reaches(self, node: Node) -> bool:
         """Whether this is computed of the model's outputs."""
         return self._ends is None or any(found in self._ends for found in _below(node))
+
+
+def _summed_before(node: Node) -> tuple[int, ...]:
+    """The sizes of what was summed within each row, just before: over classes, by label smoothing."""
+    for _ in range(4):
+        children = children_of(node)
+        if len(children) != 1:
+            return ()
+        node = children[0]
+        if kind_of(node) == "Sum":
+            sizes, reduced = tuple(node._saved_self_sym_sizes), dims_of(node)  # type: ignore[attr-defined]
+            return () if not reduced or 0 in reduced else tuple(sizes[dim] for dim in sorted(reduced))
+        if kind_of(node) not in ("Neg", "MaskedFill", "View", "Reshape", "Squeeze", "Unsqueeze"):
+            return ()
+    return ()
 
 
 def _below(node: Node) -> Iterator[Node]:
