@@ -50,6 +50,14 @@ def balance(scores: Tensor, target: Tensor) -> Tensor:
     return entropy(scores, target) + 0.1 * (shares.mean(0) * load).sum()
 
 
+def balance_of_layers(scores: Tensor, target: Tensor) -> Tensor:
+    """As transformers computes it."""
+    layers = [scores.softmax(1), (2 * scores).softmax(1)]
+    load = functional.one_hot(scores.argmax(1), 3).to(scores.dtype).mean(0)
+    chosen = sum(each.sum(0) for each in layers) / torch.tensor(2.0 * len(scores))
+    return entropy(scores, target) + 0.1 * (chosen.unsqueeze(0) * load).sum() * 3
+
+
 #: Each sample's gradient depends on the others.
 COUPLED: dict[str, Loss] = {
     "supervised contrastive": supervised_contrastive,
@@ -69,6 +77,7 @@ OWN_CONSTANTS: dict[str, Loss] = {
         s[:, 0], (t == 0).to(s.dtype), pos_weight=(t != 0).sum() / (t == 0).sum().clamp(min=1)
     ),
     "load of experts": balance,
+    "load of experts, of several layers": balance_of_layers,
 }
 PICKED: dict[str, Loss] = {
     "hardest": lambda s, t: each(s, t).topk(2).values.mean(),

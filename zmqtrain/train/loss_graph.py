@@ -181,11 +181,14 @@ def is_without_rows(node: Node, left: int = 8) -> bool:
     return left > 0 and any(is_without_rows(child, left - 1) for child in through)
 
 
-def is_of_the_batch(node: Node | None) -> bool:
-    """Whether this is a mean or a sum over the first dimension, and not over all."""
-    while node is not None and kind_of(node) in ("Unsqueeze", "Squeeze", "View", "Reshape", "UnsafeView", "ToCopy", "Expand"):
-        node = node.next_functions[0][0]
-    return node is not None and kind_of(node) in ("Mean", "Sum") and 0 in tuple(getattr(node, "_saved_dim", None) or ())
+def is_of_the_batch(node: Node | None, left: int = 12) -> bool:
+    """Whether this is a mean or a sum over the first dimension, and not over all, or several of these, divided by numbers."""
+    if node is None or not left:
+        return False
+    if kind_of(node) in ("Mean", "Sum"):
+        return 0 in tuple(getattr(node, "_saved_dim", None) or ())
+    children = children_of(node) if kind_of(node) in ADDS | SCALES else []
+    return bool(children) and all(is_of_the_batch(child, left - 1) for child in children)
 
 
 def dims_of(node: Any) -> list[int]:

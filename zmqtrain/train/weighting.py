@@ -167,9 +167,9 @@ def require_same_counts(before: list[tuple[str, float]], now: list[tuple[str, fl
         if one != other:
             raise TaskError(
                 f"the loss is a mean over {other:g} elements of {before[0][1]:g} samples, and of the batch before it over {one:g}: "
-                "batches are as long as their own longest sample, so a worker with shorter ones would count each element more. "
-                "Return the pair (sum, weight) from Task.loss, with the number of elements that count; or the mean for each sample, "
-                "and then over samples; or let the collate function pad all samples to one length"
+                "batches are as long as their own longest sample, so a worker with shorter ones would count each element more. Let "
+                "Task.loss return the pair (sum, weight), with the number of elements that count, or the mean over samples of the "
+                "mean of each; or let the collate function pad all samples to one length"
             )
     return now
 
