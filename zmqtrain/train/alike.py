@@ -121,17 +121,20 @@ def files() -> Facts:
 def _own_files() -> Iterator[tuple[str, Path]]:
     for name, module in list(sys.modules.items()):
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # some load much if they are asked
-        if not isinstance(file, str) or not file.endswith(".py"):
-            continue
-        if _is_own(file := file if os.path.isabs(file) else os.path.abspath(file)):
-            yield name, Path(os.path.normpath(file))
+        if file.__class__ is str and (path := _own_file(file)) is not None:
+            yield name, path
 
 
 @cache
-def _is_own(file: str) -> bool:
-    """Of thousands of modules, and for each role where several are in one process: once for each file."""
-    ours, base, path = Path(zmqtrain.__file__).parent, Path(sys.base_prefix), Path(os.path.normpath(file))
-    return not any(part in path.parts for part in _INSTALLED) and not path.is_relative_to(ours) and not path.is_relative_to(base)
+def _own_file(file: str) -> Path | None:
+    """The path of a module's file if it is the user's own. Of thousands of modules, and for each role where several are in one
+    process: once for each file."""
+    if not file.endswith(".py"):
+        return None
+    ours, base, path = Path(zmqtrain.__file__).parent, Path(sys.base_prefix), Path(os.path.abspath(file))
+    if any(part in path.parts for part in _INSTALLED) or path.is_relative_to(ours) or path.is_relative_to(base):
+        return None
+    return path
 
 
 def _groups(optimizer: Optimizer) -> Iterator[str]:

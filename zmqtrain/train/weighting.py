@@ -423,6 +423,8 @@ def _apart(loss: Any) -> Any:
             return partial(_apart(loss.func), *loss.args, **loss.keywords)
         case MethodType():
             return MethodType(loss.__func__, _shallow(loss.__self__))
+        case FunctionType() if loss.__globals__ is vars(functional):
+            return loss  # torch's losses count nothing, and copies of what their module holds are a millisecond for each trial
         case FunctionType():
             variables: dict[str, Any] = {}
             for name, value in loss.__globals__.items():
