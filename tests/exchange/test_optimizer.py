@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.exchange.base import OptimizerSpec
-from zmqtrain.exchange.optimizer import build_optimizer, describe_optimizer, require_state, set_hyperparameters
+from zmqtrain.exchange.optimizer import bare_step, build_optimizer, describe_optimizer, require_state, set_hyperparameters
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -47,6 +47,34 @@ def test_built_optimizer_steps_like_the_task_s_own_on_flat_pieces(name: str) -> 
         theirs.step()
         ours.step()
     torch.testing.assert_close(torch.cat(pieces), whole.reshape(-1), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_bare_step_is_the_step_to_the_last_bit(name: str) -> None:
+    start = torch.randn(9, generator=torch.Generator().manual_seed(1))
+    found = []
+    for take in (lambda optimizer: optimizer.step, bare_step):
+        values = torch.nn.Parameter(start.clone())
+        optimizer = OPTIMIZERS[name]([values])
+        step = take(optimizer)
+        for number in range(4):
+            values.grad = (number + start).sin()
+            with torch.no_grad():
+                step()
+        found.append(values.detach())
+    assert torch.equal(*found)
+
+
+def test_the_step_of_an_own_class_or_with_hooks_is_left_as_it_is() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    called: list[int] = []
+    optimizers = [kind([torch.nn.Parameter(torch.zeros(2))], lr=0.1) for kind in (Own, torch.optim.SGD)]
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(lambda *_: called.append(1))
+        bare_step(optimizer)()
+    assert len(called) == 2
 
 
 def test_parameter_groups_and_a_schedule_s_changes_are_kept() -> None:

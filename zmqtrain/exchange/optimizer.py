@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
+from types import MethodType
 from typing import Any
 
 import torch
@@ -136,6 +137,13 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
     classes, and of hooks, it is not known: they may count their calls, use a norm of all gradients, or draw noise."""
     kind = type(optimizer)
     return getattr(torch.optim, kind.__qualname__, None) is kind and not has_step_hooks(optimizer)
+
+
+def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """The optimizer's step without what torch puts around it for its profiler, its compiler and for hooks, which takes as long as
+    an update of some thousand elements. Call it where no gradients are recorded (`torch.no_grad`). Of other classes than torch's,
+    their step as it is."""
+    return MethodType(inspect.unwrap(type(optimizer).step), optimizer) if is_torchs_own(optimizer) else optimizer.step
 
 
 def require_separable(optimizer: Optimizer) -> None:

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from zmqtrain.server.shard import TensorEntry
 from zmqtrain.server.shard_entry import Gradient, ShardEntry
-from zmqtrain.wire.tensor import TensorPayload
 
 Numbers = npt.NDArray[np.float64]
 
@@ -48,13 +48,17 @@ class MomentumSensor:
 
     def __init__(self, values: Tensor, groups: int, version: int = 0) -> None:
         """``values``: flat, of ``version``, before the first update that it is told of."""
-        self._where = torch.linspace(0, max(0, values.numel() - 1), min(values.numel(), COORDINATES)).long()
+        numel = values.numel()
+        self._where = torch.linspace(0, numel - 1, COORDINATES, dtype=torch.float64).long() if numel > COORDINATES else None
         self._lags = min(MOST_LAGS, LAGS_A_GROUP * groups + 8)
         self._wait = 4 * groups  # updates until nearly all gradients of a read have arrived
         self._kept = self._lags + self._wait + 2
         self._values: OrderedDict[int, Numbers] = OrderedDict({version: self._sample(values)})
         self._gradients: dict[int, Numbers] = {}  # by the version that was read
-        self._noise: dict[int, Numbers] = {}  # of each, what its running mean does not explain
+        # Of each gradient, what its running mean does not explain, in the row of the version that was read, modulo their number.
+        self._noise = np.zeros((self._kept, min(numel, COORDINATES)))
+        self._noise_of = np.full(self._kept, -1)
+        self._older = np.arange(1, self._lags + 1)
         self._mean: Numbers | None = None
         self._sums = np.zeros((self._lags, 3))
         self._seen = 0.0
@@ -64,17 +68,18 @@ class MomentumSensor:
         """The number of updates that count, without those already forgotten."""
         return round(self._seen)
 
+    @np.errstate(over="ignore", invalid="ignore")
     def applied(self, gradient: Tensor, read: int, version: int, values: Tensor, factor: float = 1.0) -> None:
         """The gradient, computed from version ``read``, times ``factor``, has made version ``version``, which is ``values``."""
         self._values[version] = self._sample(values)
-        self._gradients[read] = sample = self._sample(gradient) * factor
-        with np.errstate(over="ignore", invalid="ignore"):
-            self._mean = sample if self._mean is None else self._mean + (sample - self._mean) / MEAN_OF
-            self._noise[read] = sample - self._mean
+        self._gradients[read] = sample = self._sample(gradient)
+        sample *= factor
+        self._mean = sample if self._mean is None else self._mean + (sample - self._mean) / MEAN_OF
+        np.subtract(sample, self._mean, out=self._noise[read % self._kept])
+        self._noise_of[read % self._kept] = read
         while len(self._values) > self._kept:
             old, _ = self._values.popitem(last=False)
             self._gradients.pop(old, None)
-            self._noise.pop(old, None)
         self._evaluate(version - self._wait)
 
     def fit(self) -> tuple[float, float] | None:
@@ -96,17 +101,18 @@ class MomentumSensor:
         if now is None or any(each is None for each in values):
             return
         before, here, following = (each for each in values if each is not None)
-        with np.errstate(over="ignore", invalid="ignore"):
-            sides = np.stack([following - here, here - before, -now], axis=1)
-            self._sums *= 1 - 1 / MEMORY
-            for lag in range(1, self._lags + 1):
-                older = self._noise.get(t - lag)
-                if older is not None:
-                    self._sums[lag - 1] += older @ sides
+        sides = np.stack([following - here, here - before, -now], axis=1)
+        self._sums *= 1 - 1 / MEMORY
+        older = t - self._older
+        rows = older % self._kept
+        there = self._noise_of[rows] == older
+        self._sums[there] += self._noise[rows[there]] @ sides
         self._seen += 1 - self._seen / MEMORY
 
     def _sample(self, flat: Tensor) -> Numbers:
-        return flat.detach().view(-1)[self._where].to(torch.float64).numpy().copy()
+        """A copy of the elements that are looked at, which keeps no tensor."""
+        flat = flat.detach().view(-1)
+        return (flat if self._where is None else flat.index_select(0, self._where)).to(torch.float64).numpy().copy()
 
 
 class Sensors:
@@ -121,17 +127,15 @@ class Sensors:
         """Before the first update. Pieces without values are not watched."""
         self._pieces = max(1, len(pieces))
         for entry in sorted(pieces, key=lambda entry: -entry.piece.numel)[:MOST_PIECES]:
-            values = entry.memory()
-            if isinstance(values, TensorPayload):
-                self._sensors[entry.piece.index] = MomentumSensor(values.tensor, groups, entry.version)
+            if isinstance(entry, TensorEntry):
+                self._sensors[entry.piece.index] = MomentumSensor(entry.values, groups, entry.version)
 
     def applied(self, entry: ShardEntry, gradient: Gradient, read: int, factor: float = 1.0) -> None:
         """The piece was updated by ``factor`` times a gradient of version ``read``."""
         sensor = self._sensors.get(entry.piece.index)
         if sensor is not None:
-            values = entry.memory()
-            assert isinstance(values, TensorPayload)
-            sensor.applied(gradient, read, entry.version, values.tensor, factor)
+            assert isinstance(entry, TensorEntry)
+            sensor.applied(gradient, read, entry.version, entry.values, factor)
 
     def due(self, updates: int) -> bool:
         """Count ``updates`` more updates. Returns whether it is time to report a result."""

@@ -39,7 +39,7 @@ class PiecePath:
 
     def _sample(self, flat: Tensor) -> Tensor:
         """The elements that are looked at, of something of the piece's size."""
-        found = flat.detach().view(-1)[self._where]
+        found = flat.detach().view(-1).index_select(0, self._where)
         return (torch.view_as_real(found).view(-1) if found.is_complex() else found).to(torch.float32)
 
     def begin(self, values: Tensor) -> None:

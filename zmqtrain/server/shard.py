@@ -19,7 +19,7 @@ from zmqtrain.errors import CheckpointError, ProtocolError
 from zmqtrain.exchange.base import OptimizerSpec
 from zmqtrain.exchange.clip import norm_of, squares_of
 from zmqtrain.exchange.look_ahead import risen
-from zmqtrain.exchange.optimizer import build_optimizer, require_state, set_hyperparameters
+from zmqtrain.exchange.optimizer import bare_step, build_optimizer, require_state, set_hyperparameters
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.server.look_ahead import LookAhead
 from zmqtrain.server.shard_entry import Loan
@@ -46,6 +46,7 @@ class TensorEntry:
         "_parts",
         "_rise",
         "_split",
+        "_step",
         "dtype",
         "piece",
         "values",
@@ -77,6 +78,7 @@ class TensorEntry:
         self._now: Mapping[str, Value] | None = None
         self._name = optimizer.name
         self._optimizer = build_optimizer(OptimizerSpec(self._name, (self._base,)), [[self.values]])
+        self._step = bare_step(self._optimizer)
         self._loans: list[Loan] = []
         self._keeps_before = False
         self._before: Tensor | None = None
@@ -135,7 +137,7 @@ class TensorEntry:
         lr = group["lr"]
         if (part := risen(self.version, self._rise) * min(rate, self._ceiling)) != 1:
             group["lr"] = lr * part
-        self._look_ahead.update(self.values, self._optimizer.step, group, self.version)
+        self._look_ahead.update(self.values, self._step, group, self.version)
         group["lr"] = lr
         for parameter in (self.values, *self._split):
             parameter.grad = None
@@ -159,6 +161,7 @@ class TensorEntry:
         self._split = [torch.nn.Parameter(part) for part in self._cut(self.values.detach())]
         before = self._optimizer
         self._optimizer = build_optimizer(OptimizerSpec(self._name, ({**self._base, **(self._now or {})},)), [self._split])
+        self._step = bare_step(self._optimizer)
         for key, value in before.state.get(self.values, {}).items():
             if isinstance(value, Tensor) and value.shape == self.values.shape:
                 states = [part.clone() for part in self._cut(value)]

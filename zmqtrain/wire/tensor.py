@@ -274,7 +274,8 @@ class _Writable:
     __slots__ = ("__array_interface__", "keep")
 
     def __init__(self, array: Array) -> None:
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
+        self.__array_interface__ = interface = array.__array_interface__
+        interface["data"] = (interface["data"][0], False)
         self.keep = array
 
 

@@ -14,7 +14,7 @@ With ``small`` the buckets are those of the real model but hold very few numbers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -40,6 +40,8 @@ Numbers = npt.NDArray[np.float64]
 SMALL = 8
 #: The largest element of a worker's own small gradient, before it is multiplied by the number of groups.
 LARGEST = 13
+#: Gradients that are remembered: the workers' of some steps, which the auditor computes again.
+KEPT = 1 << 15
 
 
 class Memory(Protocol):
@@ -171,14 +173,30 @@ def gradient(rank: int, step: int, layer: int, numel: int) -> Numbers:
     """A worker's own gradient of a layer, given by its index in the profile: ``numel`` whole numbers from 1 to `LARGEST`, float64.
 
     Each element has another period in steps and in ranks, so losing one gradient and doubling another gives a wrong sum.
+    The caller must not write to it: others get the same.
     """
-    return _gradients(np.array([rank]), np.array([step]), layer, numel)
+    return _one_gradient(rank, step, layer, numel)
+
+
+@lru_cache(KEPT)
+def _one_gradient(rank: int, step: int, layer: int, numel: int) -> Numbers:
+    """A worker computes it, and then the auditor, once for each server and each copy of a shard."""
+    one = _gradients(np.array([rank]), np.array([step]), layer, numel)
+    one.flags.writeable = False
+    return one
 
 
 def gradient_of_samples(spans: Sequence[Span], layer: int, numel: int) -> Numbers:
-    """The sum of the gradients of samples, given by their positions in the run."""
+    """The sum of the gradients of samples, given by their positions in the run. The caller must not write to it."""
+    return _one_sum(tuple((start, stop) for start, stop in spans), layer, numel)
+
+
+@lru_cache(KEPT)
+def _one_sum(spans: tuple[Span, ...], layer: int, numel: int) -> Numbers:
     places = np.concatenate([np.arange(start, stop) for start, stop in spans])
-    return _sum_of(places, places // _PLACES, layer, numel)
+    total = _sum_of(places, places // _PLACES, layer, numel)
+    total.flags.writeable = False
+    return total
 
 
 def gradient_factor(topology: Topology) -> int:
