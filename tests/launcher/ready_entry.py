@@ -13,8 +13,8 @@ from contextlib import suppress
 import msgpack
 
 import zmqtrain.cli.launch
-import zmqtrain.launcher.child
-import zmqtrain.launcher.run  # noqa: F401 - all that the forks need is in memory
+import zmqtrain.launcher.run
+import zmqtrain.launcher.task_child  # noqa: F401 - all that the forks need is in memory, and torch's compiler only where it is used
 from tests.launcher.ready import FORK_SERVER, PYTHON, ZYGOTE
 from zmqtrain.cli.main import main as command
 from zmqtrain.launcher.forkserver import ENTRY, LARGEST_MESSAGE, import_entry
