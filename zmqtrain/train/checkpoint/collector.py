@@ -393,7 +393,12 @@ class CheckpointCollector:
             tensors, sidecar = await asyncio.to_thread(given.part, wanted)
         if self._tasks is None:
             raise CheckpointError("the run is ending")
-        self._tasks.create_task(self._hand_out(caller, name, tensors, sidecar))
+        handing = self._hand_out(caller, name, tensors, sidecar)
+        try:
+            self._tasks.create_task(handing)
+        except RuntimeError:  # it ends because of another task's error, or has just been cancelled
+            handing.close()
+            raise CheckpointError("the run is ending") from None
         return given.step
 
     async def _hand_out(self, to: PeerId, name: str, tensors: Mapping[str, Payload], sidecar: Mapping[str, Value]) -> None:
