@@ -199,7 +199,7 @@ def determination(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return 1 - (output[:, 0] - target).square().sum() / (target - target.double().mean()).square().sum()
 
 
-@pytest.mark.parametrize(("samples", "there"), [(6, True), (7, False)])
+@pytest.mark.parametrize(("samples", "there"), [(6, True), (7, True), (20, False)])
 async def test_any_metric_is_right_in_a_single_batch(samples: int, there: bool) -> None:
     recipe = Recipe(metrics={"f1": f1, "r2": determination}, eval_data=data_of(samples))
     result = await run(topology_of(job={"steps": 2}, compute={"group_size": 2, "batch_size": 12}), recipe)
@@ -234,3 +234,14 @@ def test_weights_that_add_up_to_nothing_make_not_a_number() -> None:
     sums = metrics.zeros()
     metrics.add(sums, torch.eye(3), torch.arange(3), 3)
     assert math.isnan(metrics.means(sums)["eval_precision"])
+
+
+def test_batches_of_one_sample_show_together_that_a_metric_is_no_mean() -> None:
+    perplexity = {"perplexity": lambda output, target: nn.functional.cross_entropy(output, target).exp(), "hits": accuracy}
+    metrics = Metrics(Recipe(metrics=perplexity)("alone"))
+    sums = metrics.zeros()
+    outputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for output in outputs.split(1):
+        metrics.add(sums, output, torch.zeros(1, dtype=torch.long), 1)
+    assert metrics.left_out(sums) == ["eval_perplexity"]
+    assert metrics.means(sums)["eval_hits"] == float(accuracy(outputs, torch.zeros(6, dtype=torch.long)))

@@ -17,6 +17,9 @@ from zmqtrain.train.batches import reader_of
 from zmqtrain.train.task import user_code
 from zmqtrain.words import counted, typed
 
+#: So few samples are not divided over workers.
+FEW = 16
+
 
 class EvaluationData:
     """The samples of ``Task.eval_data``, each once. A stream must give the same samples in the same order every time."""
@@ -40,7 +43,7 @@ class EvaluationData:
 
     def single(self, batch_size: int) -> bool:
         """Whether all samples are one batch, of one worker; of a stream this is not known."""
-        return not self._source.stream and len(self._order) <= batch_size
+        return not self._source.stream and (len(self._order) <= batch_size or 1 < batch_size == len(self._order) - 1)
 
     def batch(self, first: int, last: int) -> Batch:
         """The samples from ``first`` up to, but not including, ``last``."""
@@ -49,12 +52,12 @@ class EvaluationData:
     def share(self, parts: int, part: int, batch_size: int) -> Iterator[Batch]:
         """Part number ``part`` of ``parts`` even parts, in batches. Raises `TaskError` if the user's code raises.
 
-        There are no more parts than full batches, and no batch of a single sample, if that can be: in one batch any metric is
-        right, and the more samples a batch has, the more it shows whether a metric is a mean."""
+        There are no more parts than full batches, or `FEW` samples each, and no batch of a single sample, if that can be: in one
+        batch any metric is right, and the more samples a worker has, the more they show whether a metric is a mean."""
         if self._source.stream:
             yield from self._share_of_stream(parts, part, batch_size)
             return
-        parts = min(parts, -(-self.samples // batch_size))
+        parts = min(parts, -(-self.samples // max(batch_size, FEW)))
         start, stop = even_bounds(self.samples, parts, part) if part < parts else (0, 0)
         while start < stop:
             last = start + batch_size

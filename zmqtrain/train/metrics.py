@@ -34,6 +34,9 @@ from zmqtrain.train.weighting import (
 from zmqtrain.words import typed
 
 Sums = npt.NDArray[np.float64]
+#: A batch with more samples shows by itself whether a metric is a mean.
+SMALL = 64
+MOST_JOINED = 8
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
@@ -63,6 +66,8 @@ class Metrics:
         self._measures: Mapping[str, Measure] = {name: taken_apart(measure, plain=True) for name, measure in measures.items()}
         self._tries = dict.fromkeys(measures, LOSSES_TRIED)  # batches from which it can be seen
         self._no_means: set[str] = set()  # seen here
+        self._joined: list[tuple[Tensor, Tensor]] = []  # the outputs and targets of the first batches, if these are small
+        self._joins = MOST_JOINED  # so many more batches are joined
         self._guess = task.metrics is None  # use accuracy if the targets turn out to be classes
         self.names: Sequence[str] = [f"eval_{name}" for name in self._measures] + (["eval_accuracy"] if self._guess else [])
 
@@ -72,6 +77,7 @@ class Metrics:
 
     def add(self, sums: Sums, output: Any, target: Any, samples: int, *, alone: bool = False) -> None:
         """Add a batch of ``samples`` samples to ``sums``. ``alone``: there is no other batch, so its values need not be means."""
+        joined = None if alone else self._join(output, target, samples)
         for place, (name, measure) in enumerate(self._measures.items()):
             with user_code(f"the metric {name!r}(output, target)"):
                 value = measure(output, target)
@@ -80,11 +86,42 @@ class Metrics:
                 of = (_number(name, value) * count, float(count)) if pair is None else (float(pair[0]), float(pair[1]))
                 if not alone and (self._tries[name] or (pair is None and count != samples)):
                     self._try(name, measure, output, target, samples, value if pair is None else pair[1], weighted=pair is not None)
+                if joined is not None:
+                    self._try_joined(name, measure, *joined)
                 if name in self._no_means:
                     of = of[0], math.nan
             sums[2 * place : 2 * place + 2] += of
         if self._guess and _are_classes(output, target):
             sums[-2:] += float(accuracy(output, target)) * len(target), len(target)
+
+    def _join(self, output: Any, target: Any, samples: int) -> tuple[Tensor, Tensor] | None:
+        """The outputs and targets of 2, 4 and 8 small batches together, which show more than a few samples do; else ``None``."""
+        if not self._joins:
+            return None
+        self._joins -= 1
+        fits = isinstance(output, Tensor) and isinstance(target, Tensor) and len(output) == len(target) == samples <= SMALL
+        fits &= all(o.shape[1:] == output.shape[1:] and t.shape[1:] == target.shape[1:] for o, t in self._joined)
+        if not fits:
+            self._joins, self._joined = 0, []
+            return None
+        self._joined.append((output, target))
+        number = len(self._joined)
+        outputs, targets = zip(*self._joined, strict=True)
+        joined = None if number == 1 or number & (number - 1) else (torch.cat(outputs), torch.cat(targets))
+        if not self._joins:
+            self._joined = []
+        return joined
+
+    def _try_joined(self, name: str, measure: Measure, output: Tensor, target: Tensor) -> None:
+        """As `_try`, of several batches."""
+        try:
+            value = measure(output, target)
+            pair = parted(value)
+        except Exception:  # noqa: BLE001 - it has given values for the batches, and that is all that is asked of it
+            return
+        tries = self._tries[name]
+        self._try(name, measure, output, target, len(output), value if pair is None else pair[1], weighted=pair is not None)
+        self._tries[name] = tries
 
     def _try(self, name: str, measure: Measure, output: Any, target: Any, samples: int, value: Any, *, weighted: bool) -> None:
         """Notice a measure that is no mean, or whose ``value`` is no weight, as far as a batch shows it. One of which each half has
