@@ -245,3 +245,14 @@ def test_batches_of_one_sample_show_together_that_a_metric_is_no_mean() -> None:
         metrics.add(sums, output, torch.zeros(1, dtype=torch.long), 1)
     assert metrics.left_out(sums) == ["eval_perplexity"]
     assert metrics.means(sums)["eval_hits"] == float(accuracy(outputs, torch.zeros(6, dtype=torch.long)))
+
+
+@pytest.mark.parametrize(
+    "outputs", [[torch.tensor(1.0)] * 2, [{"scores": torch.ones(1, 3)}] * 2, [torch.ones(1, 3), torch.ones(1, 4)]]
+)
+def test_outputs_that_cannot_be_joined_are_left_alone(outputs: list[Any]) -> None:
+    metrics = Metrics(Recipe(loss=lambda output, target: torch.tensor(0.5), metrics={})("alone"))
+    sums = metrics.zeros()
+    for output in outputs:
+        metrics.add(sums, output, torch.zeros(1, dtype=torch.long), 1)
+    assert metrics.means(sums) == {"eval_loss": 0.5}

@@ -99,12 +99,12 @@ class Metrics:
         if not self._joins:
             return None
         self._joins -= 1
-        fits = isinstance(output, Tensor) and isinstance(target, Tensor) and len(output) == len(target) == samples <= SMALL
-        fits &= all(o.shape[1:] == output.shape[1:] and t.shape[1:] == target.shape[1:] for o, t in self._joined)
-        if not fits:
+        both = [each for each in (output, target) if isinstance(each, Tensor) and each.shape[:1] == (samples,)]
+        alike = all(one.shape[1:] == other.shape[1:] for pair in self._joined for one, other in zip(pair, both, strict=False))
+        if len(both) < 2 or samples > SMALL or not alike:
             self._joins, self._joined = 0, []
             return None
-        self._joined.append((output, target))
+        self._joined.append((both[0], both[1]))
         number = len(self._joined)
         outputs, targets = zip(*self._joined, strict=True)
         joined = None if number == 1 or number & (number - 1) else (torch.cat(outputs), torch.cat(targets))
