@@ -19,8 +19,9 @@ if KIND == "apart":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
+    here = f"{Path(__file__).parent}{os.sep}"
+    for item in items:  # ten thousand, of all tests: as texts in a tenth of the time of paths
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.gpu)
             if item.get_closest_marker("processes") and KIND == "apart":
                 item.add_marker(pytest.mark.skip(reason="processes of their own do not know the stand-in"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,9 +20,17 @@ from zmqtrain.parallel.shard import gather_state
 from zmqtrain.parallel.sums import sum_gradients
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
 
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+transformers: Any = None
 
 BATCH, STEPS, WORDS, LENGTH = 5, 2, 23, 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Not when tests are collected, which each process does: it takes a second, and one process runs these."""
+    global transformers
+    transformers = import_module("transformers")
 
 
 def _generator() -> torch.Generator:
