@@ -120,3 +120,16 @@ def test_the_last_server_with_a_shard_stays() -> None:
     rift(alone, "worker/0", "server/1")  # nobody has a copy yet
     pass_on(alone)
     assert not alone.roster.view().lost
+
+
+def test_one_that_is_to_get_a_copy_goes_if_its_link_to_the_server_of_the_shard_is_lost() -> None:
+    of = Table(members(workers=2, servers=2), elastic=True, replicated=True)
+    of.join_all()
+    of.take(of.roster.handle_backup("server/0", 0, "server/1", 1001, of.now))
+    of.take(of.roster.handle_backup("server/1", 1, "server/0", 1003, of.now))
+    of.take(of.roster.handle_hand_over("server/1", 1, "server/0", 1004, of.now))
+    of.take(of.roster.handle_without_backup("server/0", 0, "server/1", 1005, of.now))
+    of.take(of.roster.handle_without_backup("server/0", 1, "server/1", 1006, of.now))
+    rift(of, "server/0", "server/1")
+    pass_on(of)
+    assert set(of.roster.view().lost) == {"server/1"}

@@ -14,7 +14,7 @@ from tests.simulate.merged_model import BATCH, MERGED, STEPS_OF_TORCH, Recipe, c
 from tests.simulate.worlds import POLICIES, STEPS, copied_topology, run
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.simulate.explore import explore
-from zmqtrain.simulate.faults import Fault, corrupt, kill, pause, restart
+from zmqtrain.simulate.faults import Fault, corrupt, kill, partition, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
@@ -99,6 +99,12 @@ def test_a_host_that_stands_still_for_so_long_that_its_links_are_lost(target: st
     shape = copied_topology('"async"', epochs=True, job="restarts = 2")
     _, _, seconds = run(shape, restart(COORDINATOR, at=0.02, after=0.001), pause(target, 3.4, at=0.03))
     assert seconds < 10
+
+
+def test_the_two_cannot_reach_each_other_ever() -> None:
+    """The one that workers ask goes on without a copy."""
+    _, _, seconds = run(copied_topology('"async"', epochs=True), partition(["f1"], ["f2"], at=0.03))
+    assert seconds < 20
 
 
 def faults_of(draw: random.Random) -> list[Fault]:

@@ -43,21 +43,32 @@ class Rifts:
         """When `settle` must be called at the latest."""
         return [] if self._deadline is None else [self._deadline]
 
-    def settle(self, now: float, here: Callable[[Life], bool], last: Callable[[PeerId], tuple[bool | int, ...]]) -> list[Gone]:
+    def settle(
+        self,
+        now: float,
+        here: Callable[[Life], bool],
+        last: Callable[[PeerId], tuple[bool | int, ...]],
+        may_go: Callable[[Life, Life], bool] = lambda one, other: True,
+    ) -> list[Gone]:
         """Decide who goes, once everybody has had time to say what is lost. ``here``: whether a process still takes part.
+        ``may_go(one, other)``: whether ``one`` may go because it has lost touch with ``other``.
         ``last``: of roles with equally many rifts the one with the largest of these goes."""
         if self._deadline is None or now < self._deadline:
             return []
-        between = {lives: why for lives, why in self._between.items() if all(map(here, lives))}
+        between, may = dict[frozenset[Life], str](), dict[frozenset[Life], list[Life]]()
+        for lives, why in self._between.items():
+            may[lives] = [one for one in lives if all(may_go(one, other) for other in lives if other != one)]
+            if all(map(here, lives)) and may[lives]:
+                between[lives] = why
         self._between, self._deadline = {}, None
         found = []
         while between:
-            lives = {life: [pair for pair in between if life in pair] for pair in between for life in pair}
-            gone = max(lives, key=lambda life: (len(lives[life]), *last(life[0])))
-            others = sorted(peer for pair in lives[gone] for peer, _ in pair if peer != gone[0])
-            why = between[lives[gone][0]]
+            of_life = {life: [pair for pair in between if life in may[pair]] for pair in between for life in may[pair]}
+            gone = max(of_life, key=lambda life: (len(of_life[life]), *last(life[0])))
+            others = sorted(peer for pair in of_life[gone] for peer, _ in pair if peer != gone[0])
+            why = between[of_life[gone][0]]
             found.append(Gone(gone[0], f"it and {_named(others)} have lost touch with each other: {why}"))
-            for pair in lives[gone]:
+            for pair in of_life[gone]:
                 del between[pair]
         return found
 

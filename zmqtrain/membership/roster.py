@@ -640,7 +640,14 @@ class Roster:
 
         def here(life: Life) -> bool:
             entry = self._members.get(life[0])
-            return entry is not None and self._spared(entry) and entry.here and entry.incarnation == life[1]
+            return entry is not None and entry.member.is_role and entry.here and entry.incarnation == life[1]
+
+        def may_go(one: Life, other: Life) -> bool:
+            """No worker goes because of a server that must stay: that may be lost to all of them."""
+            entry, stays = self._members.get(one[0]), self._members.get(other[0])
+            if entry is None or stays is None or not self._spared(entry):
+                return False
+            return entry.member.kind != "worker" or self._spared(stays)
 
         def last(peer: PeerId) -> tuple[bool, bool, int]:
             entry = self._members.get(peer)
@@ -648,7 +655,7 @@ class Roster:
             return entry.member.kind == "worker", not entry.member.ready, entry.member.index
 
         actions: list[Action] = []
-        for gone in self._rifts.settle(now, here, last):
+        for gone in self._rifts.settle(now, here, last, may_go):
             entry = self._members.get(gone.peer)
             assert entry is not None
             # Once one server is lost, another one may be the last that has a shard.

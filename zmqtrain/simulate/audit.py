@@ -322,7 +322,7 @@ class Auditor:
         """Whether a server may be lost, without which the run does not go on."""
         if self._chains and not self._chains.lost:
             return False
-        servers = (*self._placement.server_roles, *self._placement.fc_roles)
+        servers = (*self._placement.every_server, *self._placement.fc_roles)
         hit = {fault.target, *(host for side in fault.sides for host in side)}
         return any(server.peer in hit or server.host in hit for server in servers)
 
