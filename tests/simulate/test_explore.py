@@ -12,10 +12,11 @@ import pytest
 
 from tests.simulate.worlds import peers_topology, profile_file, topology_of
 from zmqtrain.exchange.model_server import ModelServerExchange
+from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.server.shard import TensorEntry
 from zmqtrain.server.staleness import StalenessMachine
 from zmqtrain.simulate.explore import explore, faults_for, horizon_of, try_seed
-from zmqtrain.simulate.faults import WEIGHTS, drain, random_faults
+from zmqtrain.simulate.faults import WEIGHTS, drain, partition, random_faults, restart
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
@@ -59,6 +60,19 @@ def test_now_and_then_a_host_leaves_an_elastic_run_without_servers() -> None:
     horizon_s = horizon_of(shape)
     alone = simulate(shape, options=Options(faults=[drain("h2", at=horizon_s / 2)]))
     assert (alone.ending.status, alone.broken) == ("done", [])
+
+
+def test_a_host_that_leaves_while_its_launcher_dies_does_so_at_the_time_that_all_this_takes() -> None:
+    """Asking a host to leave is done in the launcher's process, and ends with it. A dead one went on asking, for ten seconds, and
+    where it got through to an agent, that agent no longer heard the new launcher."""
+    shape = peers_topology('kind = "averaging"\nevery = 4')
+    horizon_s = horizon_of(shape)
+    cut = partition(["h3", "h4"], ["h1", "h2"], at=horizon_s / 4, lasts=2.0)
+    death = restart(COORDINATOR, at=horizon_s / 3, after=0.01)
+    for moment in (horizon_s / 3 - 0.001, horizon_s / 3 + 0.005):  # before it dies, and when there is none
+        result = simulate(shape, options=Options(faults=[cut, death, drain("h3", at=moment)]))
+        assert (result.ending.status, result.broken) == ("done", [])
+        assert result.seconds < 6
 
 
 class TestSabotage:

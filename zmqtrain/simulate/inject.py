@@ -13,6 +13,7 @@ from zmqtrain.simulate.faults import RESTART_S, Fault
 from zmqtrain.simulate.host import Plan, be_host, be_role, spawn
 from zmqtrain.simulate.process import Process
 from zmqtrain.simulate.succession import is_of_launcher
+from zmqtrain.waiting import abandoned
 
 
 class Injector:
@@ -33,7 +34,8 @@ class Injector:
         self.outside: list[Process] = []
         """Processes that were started from outside the run."""
         self.drain: Callable[[str], Awaitable[str]] | None = None
-        """Lets a host leave."""
+        """Lets a host leave; ``None`` while there is no launcher."""
+        self._draining: set[asyncio.Future[str]] = set()  # of the launcher
         self.over = False
         """Whether the run has ended: nothing is started again."""
         self.done: list[Fault] = []
@@ -52,6 +54,9 @@ class Injector:
         """A launcher has died, which is not this object's doing."""
         if self._launchers:
             self.done.append(self._launchers.pop(0))
+        self.drain = None
+        for draining in self._draining:  # in its process
+            draining.cancel()
 
     async def run(self, plan: Plan) -> None:
         """Carry out the faults at their times, until cancelled."""
@@ -90,9 +95,8 @@ class Injector:
                 self._start_host_again(fault.target)
             case "drain":
                 assert fault.target is not None
-                assert self.drain is not None
-                with suppress(UsageError, ConnectivityError):  # the run needs it, or it was lost before it had left
-                    await self.drain(fault.target)
+                if self.drain is not None:
+                    await self._drain(self.drain(fault.target))
             case "shutdown":
                 assert fault.target is not None
                 cluster.hosts[fault.target].stop()
@@ -131,6 +135,18 @@ class Injector:
                     for other in [fault.to] if fault.to is not None else list(cluster.processes):
                         if other != peer:
                             network.drop_link(peer, other)
+
+    async def _drain(self, leaving: Awaitable[str]) -> None:
+        draining = asyncio.ensure_future(leaving)
+        self._draining.add(draining)
+        try:
+            await asyncio.wait({draining})
+        finally:
+            self._draining.discard(draining)
+            await abandoned([draining])
+        if not draining.cancelled():
+            with suppress(UsageError, ConnectivityError):  # the run needs it, or it was lost before it had left
+                draining.result()
 
     async def _partition(self, fault: Fault) -> None:
         heals = []
