@@ -251,6 +251,17 @@ def test_a_worker_comes_back_and_is_counted_once_it_is_ready() -> None:
     assert "worker/1" not in table.roster.view().lost
 
 
+def test_one_that_is_lost_while_it_joins_hears_that_it_was_and_not_that_it_never_came() -> None:
+    """That would be an error of its own, which fails the run."""
+    table = running()
+    table.exited("worker/1", -9)
+    table.join("worker/1", 2)
+    table.exited("worker/1", -9)
+    error = table.error(table.ask("ready", "worker/1"))
+    assert isinstance(error, PeerLostError)
+    assert "has given up worker/1" in str(error)
+
+
 def test_a_worker_that_is_replaced_before_anybody_noticed_is_lost_by_that() -> None:
     table = running()
     before = table.roster.view().version

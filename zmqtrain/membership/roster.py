@@ -670,6 +670,8 @@ class Roster:
         if self.state is State.ENDED:
             return PeerLostError("coordinator", f"the run has ended: {self._run.end_reason}")
         entry = self._members.get(peer)
+        if entry is not None and entry.presence is Presence.LOST:  # given up before it could hear of that
+            return given_up(peer, entry.reason or "another process has taken its place")
         if entry is None or not entry.here:
             return ProtocolError(f"{peer} is not a member of this run")
         if not self._complete:
