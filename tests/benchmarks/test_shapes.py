@@ -30,6 +30,7 @@ from zmqtrain.simulate.explore import try_seed
         ("teams-gossip", 3),
         ("grid", 2),
         ("merged-fc", 6),
+        ("merged-copied", 3174),  # a worker is given up while it joins
     ],
 )
 def test_nothing_breaks(name: str, seed: int) -> None:
@@ -37,5 +38,5 @@ def test_nothing_breaks(name: str, seed: int) -> None:
     assert try_seed(seed, topology, "random", horizon_s).broken == ()
 
 
-def test_there_are_sixteen() -> None:
-    assert len(list(SHAPES.glob("*.toml"))) == 16
+def test_there_are_seventeen() -> None:
+    assert len(list(SHAPES.glob("*.toml"))) == 17
