@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.membership.table import TIMEOUTS, Table, members
-from zmqtrain.errors import ProtocolError
+from zmqtrain.errors import PeerLostError, ProtocolError
 from zmqtrain.membership.barrier import LONGEST_NAME, MOST_BARRIERS
 
 
@@ -29,7 +29,7 @@ def test_a_barrier_of_all_is_for_those_who_are_left() -> None:
     table.exited("worker/3", -9, agent="agent/h3")
     assert not set(first) & set(table.answers)
     refused = table.ask("barrier", "worker/3", "epoch", None)
-    assert isinstance(table.error(refused), ProtocolError)
+    assert isinstance(table.error(refused), PeerLostError)
     last = table.ask("barrier", "worker/2", "epoch", None)
     assert all(table.answers[ticket] is None for ticket in (*first, last))
     rest = [table.ask("barrier", f"worker/{n}", "epoch", None) for n in range(3)]

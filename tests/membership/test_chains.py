@@ -72,7 +72,7 @@ def test_who_may_say_that_there_is_a_backup() -> None:
     table = running()
     table.exited("worker/1", -9)
     assert isinstance(table.answers[table.ask("backup", "server/1", 0, "server/2")], ProtocolError)
-    assert isinstance(table.answers[table.ask("backup", "worker/1", 0, "server/2")], ProtocolError)
+    assert isinstance(table.answers[table.ask("backup", "worker/1", 0, "server/2")], PeerLostError)
     assert isinstance(table.answers[table.ask("backup", "server/0", 0, "worker/0")], PeerLostError)
     joined(table, (0, "server/0", "server/1"))
     joined(table, (0, "server/0", "server/1"))  # it asks once more, since the answer did not arrive
