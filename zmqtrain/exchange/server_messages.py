@@ -83,6 +83,13 @@ class BucketDescription:
         return cls(numel, dtype, parameter_group, tuple(positions) or None, starts)
 
 
+def divided(
+    buckets: Sequence[BucketDescription], group_size: int, servers: int, split_bytes: int, least_bytes: int | None
+) -> tuple[Piece, ...]:
+    """The buckets divided into pieces (`zmqtrain.exchange.pieces`)."""
+    return pieces([bucket.size for bucket in buckets], group_size, servers, split_bytes, least_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Configuration:
     """The model and the rules of its exchange, from which its division into pieces follows."""
@@ -126,8 +133,7 @@ class Configuration:
 
     def pieces(self) -> tuple[Piece, ...]:
         """The model divided into pieces."""
-        sizes = [bucket.size for bucket in self.buckets]
-        return pieces(sizes, len(self.groups[0]), len(self.servers), self.split_bytes, self.least_bytes)
+        return divided(self.buckets, len(self.groups[0]), len(self.servers), self.split_bytes, self.least_bytes)
 
     def to_value(self) -> Value:
         """The configuration as plain values, which `from_value` reads."""

@@ -12,9 +12,9 @@ from zmqtrain.exchange.base import Bucket, OptimizerSpec
 from zmqtrain.exchange.checkpoint_part import pack_manifest
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.momentum import Compensation
-from zmqtrain.exchange.pieces import Piece, pieces
+from zmqtrain.exchange.pieces import Piece
 from zmqtrain.exchange.server_changes import base_value
-from zmqtrain.exchange.server_messages import BucketDescription, Configuration, initial_tag, resumed_tag
+from zmqtrain.exchange.server_messages import BucketDescription, Configuration, divided, initial_tag, resumed_tag
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.wire.phantom import PhantomPayload
@@ -71,10 +71,9 @@ def configuration_of(
 
 
 def division(buckets: Sequence[Bucket], settings: ModelServerSettings) -> tuple[Piece, ...]:
-    """The model divided into pieces, as a `Configuration` divides it."""
+    """The model divided into pieces, as the `Configuration` will divide it."""
     described = _described(buckets)
-    sizes = [each.size for each in described]
-    return pieces(sizes, len(settings.groups[0]), len(settings.servers), *_sizes(described, settings))
+    return divided(described, len(settings.groups[0]), len(settings.servers), *_sizes(described, settings))
 
 
 def _sizes(buckets: Sequence[BucketDescription], settings: ModelServerSettings) -> tuple[int, int]:
