@@ -14,7 +14,7 @@ ended stands still. An agent is judged by its silence. Roles without an agent (e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,22 +44,14 @@ from zmqtrain.membership.chains import Chains
 from zmqtrain.membership.heard import Heard
 from zmqtrain.membership.join_decision import Circumstances, JoinMode, JoinRefused, decide_join
 from zmqtrain.membership.joins import Joins
-from zmqtrain.membership.ledger import (
-    CHAINS,
-    MEMBER,
-    MOVES,
-    OPENED,
-    RUN,
-    restore_entry,
-    value_of_entry,
-)
+from zmqtrain.membership.ledger import MEMBER, OPENED, RUN, restore_entry, value_of_entry
 from zmqtrain.membership.member_barriers import MemberBarriers
-from zmqtrain.membership.moves import Moves
 from zmqtrain.membership.rifts import Life, Rifts
 from zmqtrain.membership.run_status import RunStatus
+from zmqtrain.membership.shards import Shards
 from zmqtrain.membership.state import Entry, MemberTable, Presence, State
 from zmqtrain.membership.touch import given_up
-from zmqtrain.membership.view import Member, MemberKind, View
+from zmqtrain.membership.view import Member, View
 from zmqtrain.net.address import without_key
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.timeouts import Timeouts
@@ -102,12 +94,10 @@ class Roster:
         members that may come once the run has begun."""
         self._run = RunStatus(timeouts)
         self._elastic, self._lasting, self._patient = elastic, lasting, patient
-        self._chains, self._copies = chains or Chains(), copies
-        self._moves = Moves(copies=copies)
         self._told = 0  # the version of the newest view that was sent to all
         self._timeouts = timeouts
         self._members = MemberTable(expected, spare)
-        self._shards = sum(entry.presence is Presence.EXPECTED for entry in self._members.of_kind("server"))  # each begins with one
+        self._shards = Shards(chains or Chains(), self._members, copies=copies)
         self._heard = Heard(timeouts, now)
         self._joining = Joins()
         self._barriers = Barriers(timeouts.barrier_s)
@@ -125,17 +115,12 @@ class Roster:
         run: list[Value] = [self.state.value, self._version, self._told, self._complete, self._run.end_reason, self._elastic]
         members = {f"{MEMBER}{entry.member.peer}": value_of_entry(entry) for entry in self._members if not entry.is_observer}
         opened = {f"{OPENED}{name}": value for name, value in self._barriers.opened().items()}
-        chains: dict[str, Value] = {}
-        if self._chains:
-            chains = {CHAINS: self._chains.to_value(), MOVES: self._moves.to_value()}
-        return {RUN: [*run, *self._run.reasons(), self._changes], **chains, **members, **opened}
+        return {RUN: [*run, *self._run.reasons(), self._changes], **self._shards.ledger(), **members, **opened}
 
     def _restore(self, ledger: Mapping[str, Any], now: float) -> None:
         state, version, told, complete, end_reason, self._elastic, *reasons, changes = ledger[RUN]
         self._version, self._told, self._complete, self._changes = version, told, complete, changes
-        self._chains = Chains.from_value(ledger.get(CHAINS, ()))
-        if self._chains:
-            self._moves.restore(ledger[MOVES])
+        self._shards.restore(ledger)
         self._run.restore(state, end_reason, reasons, now)
         for entry in self._members:
             restore_entry(entry, ledger[f"{MEMBER}{entry.member.peer}"])
@@ -191,8 +176,7 @@ class Roster:
     def view(self) -> View:
         """The members as they are now."""
         view = self._members.view(self._version, complete=self._complete)
-        moves = self._moves
-        return replace(view, chains=self._chains.value, leaving=moves.leaving, goals=dict(moves.goals), changes=self._changes)
+        return self._shards.view(replace(view, changes=self._changes))
 
     def is_here(self, peer: PeerId) -> bool:
         """Whether this peer is a member now."""
@@ -254,30 +238,20 @@ class Roster:
         return Circumstances(
             state=self.state,
             elastic=self._elastic,
-            replaces_servers=bool(self._chains),
-            replaces_fc=self._chained("fc"),
+            replaces_servers=bool(self._shards),
+            replaces_fc=self._shards.chained("fc"),
             stopped=self.halt_reason is not None and not self._complete,
             servers_have_ended=self._lasting and ended,
             agent=self._members.agents.get(entry.member.host),
             end_reason=self._run.end_reason,
         )
 
-    def _chained(self, kind: MemberKind) -> bool:
-        """Whether others may have what members of this kind have."""
-        # The shard of the merged layers is the one after those of model servers.
-        return len(self._chains.value) > self._shards if kind == "fc" else kind == "server" and bool(self._chains)
-
-    def _spared(self, entry: Entry) -> bool:
-        """Whether an elastic run goes on without this role: a worker, or a server whose shards others have."""
-        kind = entry.member.kind
-        return kind == "worker" or (self._chained(kind) and self._chains.spare(entry.member.peer))
-
     def _join_late(self, entry: Entry, incarnation: int, address: str, ticket: Ticket, now: float) -> list[Action]:
         """A new process joins under the name of a worker that was lost, or that counts as lost now: it takes part in the run in
         progress."""
         peer = entry.member.peer
         actions: list[Action] = []
-        if entry.here and self._chained(entry.member.kind):  # what it had of the model may be lost with it
+        if entry.here and self._shards.chained(entry.member.kind):  # what it had of the model may be lost with it
             error = PeerLostError(peer, "it came back as another process")
             actions += self._lose(entry, error.reason, error, now)
             if self.state is not State.RUNNING:
@@ -330,68 +304,32 @@ class Roster:
 
     def handle_backup(self, head: PeerId, shard: int, backup: PeerId, ticket: Ticket, now: float) -> list[Action]:
         """The server of a shard says that another one has an equal copy from now on."""
-        error, other = self._may_not(head), self._members.get(backup)
-        if error is None and (other is None or not other.here or not self._chained(other.member.kind)):
-            error = PeerLostError(backup, "it is not there", waiting_for=f"its copy of shard {shard}")
-        why = None if error is not None else self._chains.add(shard, head, backup)
-        if error is not None or why is not None:
-            return [Refuse(ticket, error or ProtocolError(why or ""))]
-        self._version += 1
-        reason = f"shard {shard} is on {head} and on {backup}"
-        values: dict[str, Any] = {"shard": shard, "server": head, "backup": backup}
-        told = self._tell_view(reason, but=head)
-        return [Note("backup", values, reason), *told, Answer(ticket, self.view().to_value(), reason)]
+        return self._change_shard(head, ticket, lambda: self._shards.add_backup(shard, head, backup))
 
     def handle_hand_over(self, head: PeerId, shard: int, to: PeerId, ticket: Ticket, now: float) -> list[Action]:
-        """The server of a shard gives it to its backup, which has an equal copy. If it asks once more, since it has had no answer,
-        it may have done so already."""
-        error, other = self._may_not(head), self._members.get(to)
-        if error is None and (other is None or not other.here):
-            error = PeerLostError(to, "it is not there", waiting_for=f"it to serve shard {shard}")
-        if error is not None:
-            return [Refuse(ticket, error)]
-        reason = f"{to} serves shard {shard} in place of {head}"
-        if 0 <= shard < len(self._chains.value) and self._chains.value[shard][:1] == (to,):
-            return [Answer(ticket, self.view().to_value(), reason)]
-        why = self._chains.hand_over(shard, head, to, copies=self._copies)
-        if why is not None:
-            return [Refuse(ticket, ProtocolError(why))]
-        self._version += 1
-        values: dict[str, Any] = {"shard": shard, "server": to, "before": head}
-        told = self._tell_view(reason, but=head)
-        return [Note("moved", values, reason), *told, Answer(ticket, self.view().to_value(), reason)]
+        """The server of a shard gives it to its backup, which has an equal copy."""
+        return self._change_shard(head, ticket, lambda: self._shards.hand_over(shard, head, to))
 
     def handle_without_backup(self, head: PeerId, shard: int, backup: PeerId, ticket: Ticket, now: float) -> list[Action]:
         """The server of a shard needs this backup no more."""
-        error = self._may_not(head)
-        why = None if error is not None else self._chains.do_without(shard, head, backup)
-        if error is not None or why is not None:
-            return [Refuse(ticket, error or ProtocolError(why or ""))]
+        return self._change_shard(head, ticket, lambda: self._shards.do_without(shard, head, backup))
+
+    def _change_shard(self, head: PeerId, ticket: Ticket, change: Callable[[], Note | str | ZmqTrainError]) -> list[Action]:
+        """What the server of a shard says of it: all others hear of it, unless it was so already."""
+        changed = self._may_not(head) or change()
+        if isinstance(changed, ZmqTrainError):
+            return [Refuse(ticket, changed)]
+        if isinstance(changed, str):
+            return [Answer(ticket, self.view().to_value(), changed)]
         self._version += 1
-        reason = f"shard {shard} is only on {head} from now on: {backup} leaves, and there is no other server"
-        values: dict[str, Any] = {"shard": shard, "server": head, "backup": None, "alone": True}
-        told = self._tell_view(reason, but=head)
-        return [Note("backup", values, reason), *told, Answer(ticket, self.view().to_value(), reason)]
+        told = self._tell_view(changed.reason, but=head)
+        return [changed, *told, Answer(ticket, self.view().to_value(), changed.reason)]
 
     def handle_leaving(self, servers: Sequence[PeerId], now: float) -> list[Action]:
         """These model servers are to leave: what they have of the model goes to others."""
-        self._moves.leave(servers)
+        self._shards.leave(servers)
         self._version += 1
         return self._tell_view(f"{name_some(list(servers))} {'is' if len(servers) == 1 else 'are'} to leave")
-
-    def _decide_moves(self) -> list[Action]:
-        """Something has changed: what is to be moved now."""
-        if not self._chains or self.state is not State.RUNNING:
-            return []
-        hosts = {entry.member.peer: entry.member.host for entry in self._members.of_kind("server") if entry.here}
-        actions: list[Action] = []
-        shards = self._chains.value[: self._shards]  # an FC server's layers do not move
-        for move in self._moves.decide(shards, hosts):
-            head, *backup = move.goal
-            values: dict[str, Any] = {"shard": move.shard, "server": head, "backup": backup[0] if backup else None}
-            reason = f"shard {move.shard} moves to {' and '.join(move.goal)}: {move.reason}"
-            actions.append(Note("moves", values, reason))
-        return actions
 
     def handle_agree(
         self,
@@ -567,7 +505,7 @@ class Roster:
             why = self._heard.why_gone(entry.member.host, reason, now)
             return self._lose(entry, why, HostLostError(f"lost the host {entry.member.host}: {why}"), now)
         vouched_for = self._members.is_watched(entry)
-        if vouched_for and (self._patient or not (self._elastic and self.state is State.RUNNING and self._spared(entry))):
+        if vouched_for and (self._patient or not (self._elastic and self.state is State.RUNNING and self._shards.spared(entry))):
             if entry.member.is_role and self.state is State.RUNNING and entry.cut is None:
                 entry.cut = (now, reason)  # `tick` comes back to it: agents make it come often
             return []
@@ -645,9 +583,9 @@ class Roster:
         def may_go(one: Life, other: Life) -> bool:
             """No worker goes because of a server that must stay: that may be lost to all of them."""
             entry, stays = self._members.get(one[0]), self._members.get(other[0])
-            if entry is None or stays is None or not self._spared(entry):
+            if entry is None or stays is None or not self._shards.spared(entry):
                 return False
-            return entry.member.kind != "worker" or self._spared(stays)
+            return entry.member.kind != "worker" or self._shards.spared(stays)
 
         def last(peer: PeerId) -> tuple[bool, bool, int]:
             entry = self._members.get(peer)
@@ -659,7 +597,7 @@ class Roster:
             entry = self._members.get(gone.peer)
             assert entry is not None
             # Once one server is lost, another one may be the last that has a shard.
-            if self.state is State.RUNNING and entry.here and self._spared(entry):
+            if self.state is State.RUNNING and entry.here and self._shards.spared(entry):
                 error = HostLostError(f"{gone.peer} on {entry.member.host}: {gone.reason}")
                 actions += self._lose(entry, gone.reason, error, now)
         return actions
@@ -709,23 +647,8 @@ class Roster:
             actions += self._joining.refuse_without(peer, reason)
         if presence is Presence.LOST:
             actions.append(Drop(peer, reason, entry.incarnation or None))
-            actions += self._without_copies_of(peer)
-        return actions
-
-    def _without_copies_of(self, server: PeerId) -> list[Action]:
-        """A model server is lost, with all that it had of the model."""
-        shards = [shard for shard in self._chains.remove(server) if shard not in self._chains.lost]
-        if self.state not in (State.RUNNING, State.FINISHING):
-            return []
-        actions: list[Action] = []
-        for shard in shards:
-            head, *_ = self._chains.value[shard]
-            kind: MemberKind = "fc" if shard >= self._shards else "server"
-            alone = sum(entry.here for entry in self._members.of_kind(kind)) < 2
-            why = f", since there is no other {'FC ' if kind == 'fc' else ''}server" if alone else ""
-            what = "what the FC server has" if kind == "fc" else f"shard {shard}"
-            reason = f"{what} is only on {head} for now, without {server}{why}"
-            actions.append(Note("backup", {"shard": shard, "server": head, "backup": None, "alone": alone}, reason))
+            alone = self._shards.without(peer)
+            actions += alone if self.state in (State.RUNNING, State.FINISHING) else []
         return actions
 
     def _lose(self, entry: Entry, reason: str, error: ZmqTrainError, now: float) -> list[Action]:
@@ -751,8 +674,8 @@ class Roster:
         code did not fail; and without model servers, as long as others have their shards."""
         roles = self._members.roles_of(entry.member.host) if entry.member.kind == "agent" else [entry]
         survivable = self._elastic and self.state in (State.RUNNING, State.FINISHING) and not failure.of_user
-        nothing_lost = not self._chains.lost
-        spared = all(role.member.kind == "worker" or (nothing_lost and self._chained(role.member.kind)) for role in roles)
+        nothing_lost = not self._shards.lost
+        spared = all(role.member.kind == "worker" or (nothing_lost and self._shards.chained(role.member.kind)) for role in roles)
         if not (survivable and spared):
             return self._fail(failure, now)
         if not self._some_left():
@@ -787,7 +710,7 @@ class Roster:
 
     def _tell_view(self, reason: str, *, but: PeerId | None = None) -> list[Action]:
         """Send all members the current view, which replaces all earlier ones."""
-        moves = self._decide_moves()
+        moves = self._shards.decide() if self.state is State.RUNNING else []
         self._told = self._version
         tell = [action for action in self._tell_all("view", self.view().to_value(), reason) if action.to != but]
         return [*moves, *self._barriers.outdate(self._version, reason), *tell]
