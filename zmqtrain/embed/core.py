@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from zmqtrain.data.batch import Batch
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.seeding import seed_torch
 from zmqtrain.data.source import Shard
+from zmqtrain.embed.calls import Calls
 from zmqtrain.embed.device import CallersDevice
 from zmqtrain.embed.feed import Feed, StreamFeed, make_feed, steps_of
 from zmqtrain.embed.grid.begin import begin_alike as begin_grid_alike
@@ -35,7 +35,8 @@ from zmqtrain.embed.replicated import Replicated
 from zmqtrain.embed.reported import plain_values
 from zmqtrain.embed.scope import Scope
 from zmqtrain.embed.script_settings import check_script, check_session
-from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError, RunStopped, TaskError, UsageError
+from zmqtrain.embed.taken import Taken
+from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError, RunStopped, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.membership.common_stop import Here, may_not_stop
@@ -65,7 +66,6 @@ from zmqtrain.train.task import check_layers, check_model
 from zmqtrain.train.verifying import one_of_each
 from zmqtrain.waiting import to_the_end
 from zmqtrain.wire.tensor import TensorPayload
-from zmqtrain.words import typed
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -85,20 +85,17 @@ class Core:
         self.divided: DividedScript | None = None
         """The replicated model, if the group divides it."""
         self._fabrics: list[NetworkFabric] = []
-        self._meetings: Meetings | None = None
         self._whole = False  # the divided model is an ordinary one again
         self._allow_steps: Callable[[], None] = lambda: None
         self._part: Participant | None = None
-        self._calls: Counter[str] = Counter()  # of collectives, by name
-        self._calls_since = 0  # the step from which they are counted
-        self._share: tuple[int, int] | None = None  # samples of this worker's batch, and of the group's
-        self._uncounted = 0  # samples of this worker's batches that are of no step yet
-        self._taken: list[tuple[int, int]] = []  # of the batches since the last backward: each share once
+        self._taken = Taken()
         self._ended_step: dict[str, EventValue] | None = None  # the values of the last step, until the next one ends
         self._feeds: list[Feed] = []
         self._epochs: dict[int, tuple[Any, int]] = {}  # by the data's id, which it keeps: the next epoch, where none is given
         self._running: set[asyncio.Task[Any]] = set()
         self._other_loops = OtherLoops(context.endpoint, self._coupled(), timeouts.request_s)
+        self.calls = Calls(self.members, context.membership, self._other_loops, lambda: self.replicated)
+        """What all workers call together, besides their steps."""
         self.callbacks = Callbacks((), context.role.index)
         """The session's. Their calls are delivered in the thread of the loop."""
         self._samples = 0
@@ -212,7 +209,7 @@ class Core:
             exchange,
             self.members,
             replica,
-            step=lambda: 0 if self.replicated is None else self.replicated.step,
+            step=lambda: self._step,
             quiet=lambda: device.run(replica.take_all),
             begin_alike=None
             if divided is not None
@@ -231,7 +228,7 @@ class Core:
                 overlap=overlap,
                 served=served,
                 weight=self._weight,
-                share=lambda: self._share,
+                share=lambda: self._taken.share,
                 ended=self._step_ended,
                 warn=lambda text: self.context.recorder.event("warning", step=self._step, text=text),
                 call_back=self.callbacks.deliver,
@@ -259,8 +256,9 @@ class Core:
         context = self.context
         role, placement, timeout_s = context.role, context.placement, context.timeouts.barrier_s
         members = placement.group_members(role.group)
-        self._meetings = Meetings(Group(context.endpoint, members, role.position, "session/meeting", timeout_s=timeout_s))
-        await begin_grid_alike(model, self._meetings, context, self._together)
+        group = Group(context.endpoint, members, role.position, "session/meeting", timeout_s=timeout_s)
+        meetings = self.calls.meetings = Meetings(group)
+        await begin_grid_alike(model, meetings, context, self.calls.together)
         where = next(model.parameters()).device
         device = CallersDevice(self.bridge, where, _staging(where))
         for name in ("grid", "verify"):
@@ -268,7 +266,7 @@ class Core:
             assert fabric is not None
             self._fabrics.append(fabric)
         grid, verify = self._fabrics
-        meetings, references = self._meetings, one_of_each([placement.role(peer).host for peer in members])
+        references = one_of_each([placement.role(peer).host for peer in members])
         return await device.run(
             lambda: DividedScript(
                 model,
@@ -319,7 +317,8 @@ class Core:
             _, epoch = self._epochs.get(id(data), (data, 0))
             if trains:
                 self._epochs[id(data)] = data, epoch + 1
-        feed = make_feed(self.context, data, epoch, batch_size, shard, self.device.type == "cuda", self._agree, first=first or 0)
+        pinned, agree = self.device.type == "cuda", self.calls.agree
+        feed = make_feed(self.context, data, epoch, batch_size, shard, pinned, agree, first=first or 0)
         self._feeds.append(feed)
         if isinstance(feed, StreamFeed) and self.context.topology.elastic:
             await self.context.membership.need_all("its data is a stream, and no other worker can take over a part of it")
@@ -343,51 +342,20 @@ class Core:
         if batch is not None:
             batch = batch.to(self.device)
             if trains:
-                self._share = samples, of = batch.samples, feed.group_samples
-                self._uncounted += samples
-                if all(samples * other_of != other * of for other, other_of in self._taken):
-                    self._taken.append(self._share)
+                self._taken.note(batch.samples, feed.group_samples)
         return batch
 
     async def end_batches(self, feed: Feed) -> None:
         self._feeds.remove(feed)
         await feed.close(self.context.timeouts.grace_s)
 
-    async def _agree(self, mine: bool) -> bool:
-        async def agree(group: Group, call: str) -> bool:
-            if group.size == 1:
-                return mine
-            flag = TensorPayload.of(np.array([mine], np.float64))
-            await all_reduce(group, flag, (call,))
-            return bool(flag.numpy()[0] == group.size)
-
-        return await self._together("agree", agree)
-
     def _weight(self, *, any_share: bool = False) -> float:
-        """The weight of this worker's gradient of the batches since the last call. Raises `TaskError` if they have different shares
-        of their groups' batches, unless ``any_share`` will do."""
-        taken, self._taken = self._taken, []
-        if self.divided is not None:
-            return 1.0  # outputs' gradients have their weights
-        if len(taken) > 1 and not any_share:
-            (one, of_one), (two, of_two), *_ = taken
-            raise TaskError(
-                f"this backward() is of batches that the group has divided differently: this worker has {one} of {of_one} samples "
-                f"of one, and {two} of {of_two} of another, so it is not known by how much its gradient counts. Choose batch sizes "
-                "that are multiples of the group's workers, and take batches for an evaluation under torch.no_grad()"
-            )
-        if self._share is None:
-            return 1.0 / self.context.placement.group_size
-        samples, of = self._share
-        return samples / of
+        weight = self._taken.weight(self.context.placement.group_size, any_share=any_share or self.divided is not None)
+        return weight if self.divided is None else 1.0  # outputs' gradients have their weights
 
     def _step_ended(self, step: int, backwards: int, seconds: float, exposed_s: float) -> None:
         self._flush_step()
-        # Each backward is of a batch: of one that was taken since (gradients that several add up), or of the same one again (two
-        # passes). A loop may also take batches in advance.
-        share = self._share[0] if self._share else 0
-        samples = min(self._uncounted, max(1, backwards) * share) or share
-        self._uncounted = max(0, self._uncounted - samples)
+        samples = self._taken.of_step(backwards)
         if self.divided is not None and not self.divided.counts:
             samples = 0
         # A lost worker cannot be asked at the end: then each worker counts for all.
@@ -457,63 +425,9 @@ class Core:
         if self.replicated is not None:
             await self.replicated.exchange.settle()
 
-    async def barrier(self) -> None:
-        async def nothing(_group: Group, call: str) -> None:
-            if not self.members.survives:
-                await self.context.membership.barrier(call)
-
-        await self._together("session-barrier", nothing)
-
-    async def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"]) -> Tensor:
-        if operation not in ("sum", "mean"):
-            raise UsageError(f'all_reduce: the operation must be "sum" or "mean", not {operation!r}')
-        if not isinstance(tensor, Tensor):
-            raise UsageError(f"all_reduce takes a tensor, such as torch.tensor(value), not {typed(tensor)}")
-        if operation == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise UsageError(f'all_reduce(..., "mean") of {tensor.dtype}, which holds no fractions: use tensor.double()')
-        flat = tensor.detach().cpu().contiguous()
-        own = flat.clone() if self.members.survives else None
-
-        async def reduce(group: Group, call: str) -> None:
-            if own is not None:  # there may have been an earlier attempt in which another worker was lost
-                flat.copy_(own)
-            payload = TensorPayload.of(flat)
-            await all_reduce(group, payload, (call,))
-            if operation == "mean":
-                payload.scale_(1.0 / group.size)
-
-        await self._together("all_reduce", reduce)
-        if flat.device != tensor.device or flat.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(flat)
-        return tensor
-
-    async def _together(self, what: str, run: Callable[[Group, str], Awaitable[T]]) -> T:
-        """``run(group, call)`` with all workers that trained the previous step and are still in the run. All of them must call it
-        equally often. ``call`` identifies the same call on all workers."""
-        step = self._step
-        if not self.members.survives:
-            step = 0  # asynchronous groups are at different steps
-        elif step != self._calls_since:
-            # Counted anew in each step, so that workers that joined late count like the others.
-            self._calls, self._calls_since = Counter(), step
-        if self.members.late and (self.replicated is None or step == self.replicated.first_step):
-            raise UsageError(
-                f"this worker replaces one that was lost, and the others, at step {step}, wait for it only from its first step "
-                f"on: on such a worker, skip calls that all workers make together before the loop"
-            )
-        if self._meetings is not None:
-            await self._meetings.meet("a call that all workers make together")
-        call = f"{what}/{step}/{self._calls[what]}"
-        self._calls[what] += 1
-        together = self.members.together(call, step, lambda group: run(group, call))
-        if self.members.survives or not self._other_loops.any:
-            return await together
-        sums = 0 if self.replicated is None else self.replicated.scope.sums
-        return await self._other_loops.call(what, self._step, sums, together)
-
     @property
     def _step(self) -> int:
-        return 0 if self.replicated is None else self.replicated.step
+        return self.calls.step
 
     async def finish(self, *, early: bool = False) -> None:
         """End the session: the user's code has ended, or stops ``early`` at the same step as all. On return the model is complete,
@@ -522,8 +436,8 @@ class Core:
             return
         self._flush_step()
         if self.replicated is not None and self._part is not None:
-            if self._meetings is not None:
-                await self._meetings.meet("the end of the session")
+            if self.calls.meetings is not None:
+                await self.calls.meetings.meet("the end of the session")
             exchange = self._part.exchange
             here = self.context.membership.view.members
             await self._other_loops.tell(self.replicated.step, self.replicated.scope.sums, here)

@@ -80,7 +80,7 @@ class Place:
     @property
     def step(self) -> int:
         """Steps that the replicated model has made. A worker that replaces a lost one begins at the step of the others."""
-        return 0 if self._core.replicated is None else self._core.replicated.step
+        return self._core.calls.step
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}, group {self.group} of {self.groups}>"

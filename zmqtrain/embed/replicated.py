@@ -31,11 +31,12 @@ from torch.autograd.variable import Variable
 from torch.optim import Optimizer
 
 from zmqtrain.data.bridge import Bridge
-from zmqtrain.embed.gradients import MIXED, GoneGradient, PartGradient, Watch, WatchedGradient, plain
+from zmqtrain.embed.gradients import PartGradient, Watch, WatchedGradient, plain
 from zmqtrain.embed.guards import LOCAL, Guards, check_hooks, checksum, settings_of
 from zmqtrain.embed.loss_watch import Batches, LossWatch
 from zmqtrain.embed.other_loops import OtherLoops
 from zmqtrain.embed.other_optimizers import OtherOptimizers
+from zmqtrain.embed.overlapped import HOLD, Overlapped, Step, shown
 from zmqtrain.embed.scope import Scope, StepState, sum_and_norm, tolerance_of
 from zmqtrain.embed.whole_gradients import WholeGradients
 from zmqtrain.errors import TaskError
@@ -55,7 +56,6 @@ Wait = Callable[[Coroutine[Any, Any, T], str], T]
 WATCHED_STEPS = 2
 #: The number of backwards in a session's first step after which the loop is checked for steps of its own.
 BACKWARDS_WITHOUT_STEP = 8
-HOLD = "call session.replicate(model, optimizer, overlap=False)"
 OWN_GRADIENTS = (
     "torch.autograd.grad(..., create_graph=True) of the parameters gives gradients of each worker's own samples. In a loss that is "
     "right if a worker has whole tasks of its own (MAML), and wrong if they should be of the whole batch (a penalty on the norm of "
@@ -121,16 +121,12 @@ class Replicated:
         self._watched_until = first_step + WATCHED_STEPS
         self._decided = overlap is not None or not exchange.exchanges(first_step)
         self._returns = overlap is not True  # all parameters are complete when optimizer.step() returns
-        self._gone = {name: GoneGradient(parameter) for name, parameter in replica.named.items()}
+        self._overlapped = Overlapped(replica)
         self._views = replica.memory.gradient_views()
         self._tolerance = tolerance_of([parameter.dtype for parameter in replica.parameters])
         self._in_backward = False
         self._backwards = 0  # of this step, outside of accumulating()
         self._asked = False  # the loop does something that needs held gradients
-        self._leaving = False  # overlapped: a backward of this step has handed gradients over
-        self._adding = False  # overlapped: a backward of this step has added to gradients
-        self._carried = False  # overlapped: the previous step has not exchanged its gradients, and this one adds to them
-        self._zeroed = "no"
         self._settings: int = 0  # of the optimizer when this step's backward began
         self._weights = (0.0, 0.0)  # overlapped: sum and norm of a sample of them then
         self._losses = LossWatch(
@@ -193,10 +189,7 @@ class Replicated:
         while self._undo:
             self._undo.pop()()
         for parameter in self.replica.parameters:
-            if isinstance(parameter.grad, GoneGradient):
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad = plain(parameter.grad)
+            parameter.grad = shown(parameter.grad)
 
     def check_weights(self) -> None:
         """Raise `TaskError` if weights were changed by hand and the change would be lost. Call it while the caller's thread
@@ -300,19 +293,14 @@ class Replicated:
         self._thread = threading.get_ident()
         self._adopt()
         self._entering()
-        if not self._leaving:
+        if not self._overlapped.leaving:
             self.replica.begin_step(self.step)
 
     def _entering(self) -> None:
         """A forward of the model, or of one of its layers, begins; perhaps a backward's, which computes something again."""
         if self._in_backward:
             return
-        if self._leaving:
-            raise TaskError(
-                "a forward between backward() and optimizer.step(), or after optimizer.step() was left out: the gradients have "
-                "been sent, and parameters that arrive are those of the next step. Put all backward() of a step but the last "
-                f"within session.accumulating(), and call a forward for another purpose after optimizer.step(); or {HOLD}"
-            )
+        self._overlapped.entering()
         self._asked |= self._backwards > 0
 
     def _adopt(self) -> None:
@@ -347,48 +335,20 @@ class Replicated:
             Variable._execution_engine.queue_callback(self._backward_ended)
             self._settings = checksum(settings_of(self.replica.optimizer))
             if not self.held:
-                self._begin_overlapped()
+                weight, exchanges = self._weight(), self.exchange.exchanges(self.step)
+                self._overlapped.begin_backward(Step(weight, self._losses.only_adding, exchanges))
+                # Now, because servers may answer with the next parameters while backward is running.
+                self._guards.check(sampled=True)
+                self._weights = self._sample()
             elif not self._decided and not self._backwards:
                 self._asked |= any(map(_is_nonzero, self.replica.parameters))
         if self.held:
             self._whole.arriving(name, parameter)
-        elif parameter.grad is self._gone[name]:
-            parameter.grad = self._views[name].detach()
-
-    def _begin_overlapped(self) -> None:
-        replica = self.replica
-        if self._leaving:
-            raise TaskError(
-                "backward() a second time in a step, or after optimizer.step() was left out: the gradients of the first one have "
-                f"been sent. Put all but the last within session.accumulating(), or {HOLD}"
-            )
-        if not self._adding and not self._carried:
-            if self._zeroed == "no" and any(self._is_left(name, parameter) for name, parameter in replica.named.items()):
-                raise TaskError(
-                    "gradients of the previous step still exist, and backward() would add to them: call optimizer.zero_grad(), "
-                    f"or {HOLD}"
-                )
-            for parameter in replica.parameters:
-                parameter.grad = None
-        divisor = 1.0 / weight if (weight := self._weight()) else float("inf")
-        if self._adding and divisor != replica.divisor:
-            raise TaskError(MIXED)
-        replica.divisor = divisor
-        self._adding = True
-        self._leaving = not self._losses.only_adding and self.exchange.exchanges(self.step)
-        replica.begin_backward(last=self._leaving)
-        # Now, because servers may answer with the next parameters while backward is running.
-        self._guards.check(sampled=True)
-        self._weights = self._sample()
+        else:
+            self._overlapped.arriving(name, parameter)
 
     def _sample(self) -> tuple[float, float]:
         return (0.0, 0.0) if self.scope.alone else sum_and_norm([self.replica.memory.sample_parameters(without=self._in_parts)])
-
-    def _is_left(self, name: str, parameter: nn.Parameter) -> bool:
-        gradient = parameter.grad
-        if gradient is None:
-            return False
-        return gradient is self._gone[name] or bool(plain(gradient).any())
 
     def _backward_ended(self) -> None:
         with self._opened():
@@ -402,10 +362,8 @@ class Replicated:
             if self._backwards == BACKWARDS_WITHOUT_STEP:
                 self.require_steps()
             self._whole.end_backward(self._weight(), only_adding=self._losses.only_adding)
-            return
-        for name, parameter in self.replica.named.items():
-            if parameter.grad is not None:
-                parameter.grad = self._gone[name]
+        else:
+            self._overlapped.end_backward()
 
     # The optimizer. It keeps its class and its identity, so that schedules, and code that inspects it, continue to work.
 
@@ -435,7 +393,7 @@ class Replicated:
                     self._whole.drop()
                     zero_before(set_to_none)
                 else:
-                    self._zero_overlapped(set_to_none)
+                    self._overlapped.zero(set_to_none)
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
@@ -445,20 +403,6 @@ class Replicated:
             vars(optimizer).update(own)
 
         self._undo.append(restore)
-
-    def _zero_overlapped(self, set_to_none: bool) -> None:
-        if self._leaving:
-            raise TaskError(f"zero_grad() between backward() and optimizer.step(): the gradients have been sent already; {HOLD}")
-        if self._carried:
-            if self._adding:
-                raise TaskError(
-                    "zero_grad() after backward(), although gradients of earlier steps are being accumulated "
-                    "([exchange] every): call it before backward()"
-                )
-            return  # they are exchanged together with those of the next steps
-        self._zeroed, self._adding = "to None" if set_to_none else "to zero", False
-        for parameter in self.replica.parameters:
-            parameter.grad = None
 
     def end_step(self) -> None:
         """``optimizer.step()``. Raises the error of the exchange, and `RunStopped` after the last step of a run that must stop."""
@@ -477,7 +421,7 @@ class Replicated:
             hold = self._wait(self._exchange(state), "optimizer.step()")
         finally:
             self.is_updating = False
-        self._leaving = False
+        self._overlapped.ended()
         if self._returns:
             replica.take_all()
         now = self._bridge.loop.time()
@@ -485,7 +429,7 @@ class Replicated:
         self._made = 0
         self._began_s = now
         self.step += 1
-        self._backwards, self._adding, self._zeroed = 0, False, "no"
+        self._backwards = 0
         for name, gradient in own.items():
             replica.named[name].grad = gradient
         if not self._decided:
@@ -535,31 +479,12 @@ class Replicated:
         return own
 
     def _end_overlapped(self, state: StepState) -> dict[str, Tensor | None]:
-        replica = self.replica
-        if not self._adding or (self.exchange.exchanges(self.step) and not self._leaving):
-            raise TaskError(
-                "optimizer.step() without a forward and a backward of the replicated model before it (outside of accumulating())"
-            )
-        missing = replica.missing()
-        self._guards.check_there(missing)
-        if missing and self._zeroed != "to zero" and not self._carried:
-            raise TaskError(
-                f"no gradient has reached {missing[0]!r} in this step, but one reached it in the first step. Whether other "
-                f"workers have one is known too late: {HOLD}"
-            )
-        left = [n for n, p in replica.named.items() if p.grad is not self._gone[n] and n not in missing]
-        if left:
-            raise TaskError(f"the gradient of {left[0]!r} was replaced after backward(), when it had been sent already: {HOLD}")
-        if self._served and state.settings != self._settings:
-            raise TaskError(
-                "the optimizer's settings (a learning rate?) were changed between backward() and optimizer.step(): gradients had "
-                "been sent to the model servers with the old settings. Change them before backward() or after optimizer.step(), "
-                f"or {HOLD}"
-            )
+        self._overlapped.end(
+            exchanges=self.exchange.exchanges(self.step),
+            there=self._guards.check_there,
+            same_settings=not self._served or state.settings == self._settings,
+        )
         state.weights = self._weights
-        self._carried = not self.exchange.exchanges(self.step)
-        replica.without, replica.zeros_count = frozenset(), self._zeroed == "to zero"
-        replica.end_backward()
         return {}
 
     def _step_with(self, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:

@@ -163,12 +163,12 @@ class Session(Place):
 
     def barrier(self) -> None:
         """Wait until all workers have called this."""
-        self._wait(self._core.barrier(), "barrier()")
+        self._wait(self._core.calls.barrier(), "barrier()")
 
     def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"] = "sum") -> Tensor:
         """Sum (or average) the tensor over all workers, in place; the result has the same bits on all. Every worker must call
         it."""
-        return self._wait(self._core.all_reduce(tensor, operation), "all_reduce()")
+        return self._wait(self._core.calls.all_reduce(tensor, operation), "all_reduce()")
 
     def settle(self) -> None:
         """Wait until the whole model has the parameters of the last step. Forwards do so by themselves, layer by layer."""
@@ -254,11 +254,11 @@ class AsyncSession(Place):
 
     async def barrier(self) -> None:
         """Wait until all workers have called this."""
-        await self._core.guard(self._core.barrier())
+        await self._core.guard(self._core.calls.barrier())
 
     async def all_reduce(self, tensor: Tensor, operation: Literal["sum", "mean"] = "sum") -> Tensor:
         """Like `Session.all_reduce`."""
-        return await self._core.guard(self._core.all_reduce(tensor, operation))
+        return await self._core.guard(self._core.calls.all_reduce(tensor, operation))
 
     async def settle(self) -> None:
         """Like `Session.settle`."""
