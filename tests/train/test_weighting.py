@@ -434,7 +434,7 @@ async def test_random_losses_and_those_of_whole_outputs_only_are_left_alone() ->
 
 
 async def test_sums_over_several_steps_are_refused() -> None:
-    with pytest.raises(TaskError, match=r"remove \[exchange\] every"):
+    with pytest.raises(TaskError, match=r"with class weights or an ignore_index is, too; .*: remove \[exchange\] every"):
         await trained(pair, groups=2, group_size=1, batch_size=8, exchange={"kind": "allreduce", "every": 2})
 
 

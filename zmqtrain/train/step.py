@@ -27,6 +27,7 @@ from zmqtrain.train.task import Measure, user_code
 from zmqtrain.train.unreached import unreached_warning
 from zmqtrain.train.weighting import (
     LOSSES_TRIED,
+    WEIGHTED,
     WeightSums,
     depends_beside_rows,
     ignores,
@@ -173,12 +174,12 @@ class TrainStep:
     def _weigh(self, step: int, scale: float, hand_over: bool) -> None:
         """All weights of the step are known: gradients, which are those of sums so far, are divided by them when handed over."""
         if self._weights is None:
-            raise TaskError("Task.loss returned (sum, weight), and nobody sums the weights")
+            raise TaskError(f"{WEIGHTED}; nobody sums the weights")
         if not hand_over:
-            raise TaskError("Task.loss returned (sum, weight), which is not supported over several steps: remove [exchange] every")
+            raise TaskError(f"{WEIGHTED}; that is not supported over several steps: remove [exchange] every")
         if not self._share.all_have_samples:  # those without any do not know that the loss has weights
             raise TaskError(
-                "Task.loss returned (sum, weight), and some workers of the grid have no samples of this batch: use a larger "
+                f"{WEIGHTED}; some workers of the grid have no samples of this batch: use a larger "
                 "[compute] batch_size, or fewer micro-batches"
             )
         self._replica.divisor = scale * self._weights.of_a_group(step, self._weight if self._share.counts else 0.0)

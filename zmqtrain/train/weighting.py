@@ -36,6 +36,8 @@ from zmqtrain.wire.tensor import TensorPayload
 IGNORED = -100
 #: In how many micro-batches, the first ones, a loss is tried on halves.
 LOSSES_TRIED = 3
+#: The losses that are a sum divided by a sum of weights.
+WEIGHTED = "Task.loss is a pair (sum, weight), which torch's cross-entropy with class weights or an ignore_index is, too"
 #: torch's losses with class weights, and the modules that call them.
 _FUNCTIONS = {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
 
@@ -502,9 +504,7 @@ class WeightSums:
         if self._group.size > 1:
             weight = self._bridge.begin(self._sum(step, weight), "the sum of the loss's weights").wait()
         if not weight > 0:
-            raise TaskError(
-                f"Task.loss returned (sum, weight), and the weights of step {step} add up to {weight:g} over all workers"
-            )
+            raise TaskError(f"{WEIGHTED}; the weights of step {step} add up to {weight:g} over all workers")
         return weight / self.groups
 
     async def _sum(self, step: int, weight: float) -> float:
