@@ -433,9 +433,32 @@ async def test_random_losses_and_those_of_whole_outputs_only_are_left_alone() ->
         await trained(loss, groups=2, group_size=1, batch_size=4)
 
 
-async def test_sums_over_several_steps_are_refused() -> None:
-    with pytest.raises(TaskError, match=r"with class weights or an ignore_index is, too; .*: remove \[exchange\] every"):
-        await trained(pair, groups=2, group_size=1, batch_size=8, exchange={"kind": "allreduce", "every": 2})
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=CLASSES), pair])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"groups": 2, "group_size": 1, "batch_size": 8},
+        {"groups": 1, "group_size": 3, "batch_size": 16, "accumulate": 2},
+        {"groups": 1, "group_size": 4, "batch_size": 16, "grid": "2x2"},
+        {"groups": 1, "group_size": 1, "batch_size": 16},
+    ],
+)
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_weights_over_several_steps_are_those_of_all_their_samples(
+    loss: Any, shape: dict[str, Any], resumes: bool, tmp_path: Path
+) -> None:
+    """``[exchange] every`` makes one step of several, also if a run stops between two exchanges."""
+    whole, _ = await trained(loss, groups=1, group_size=1, batch_size=48)
+    recipe = Recipe(loss=loss, train_data=data())
+    stops = [4, 15] if resumes else [15]
+    for number, steps in enumerate(stops):
+        topology = topology_of(job={"steps": steps}, compute=shape, exchange={"kind": "allreduce", "every": 3})
+        resume = tmp_path / str(number - 1) if number else None
+        result = await run(topology, recipe, folder=tmp_path / str(number), resume=resume)
+        assert not result.errors
+    kept = load_file(tmp_path / str(len(stops) - 1) / "model.safetensors")
+    ours = torch.cat([kept[name].reshape(-1) for name in network_of().state_dict()])
+    torch.testing.assert_close(ours, whole, rtol=1e-10, atol=1e-12)
 
 
 def test_only_means_that_are_weighted_are_taken_apart() -> None:

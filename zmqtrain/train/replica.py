@@ -151,6 +151,8 @@ class TorchReplica:
         self._buffers_before: tuple[int, Mapping[str, Tensor]] = -1, {}  # the step before which the buffers were these
         self.divisor = 1.0
         """The divisor of gradients when they are handed over."""
+        self.weight = 0.0
+        """The weight of what has been added up to gradients since they were last handed over, if losses have weights."""
         self.loss_scale: LossScale | None = None
         self.rate = self.next_rate = 1.0
         """Factors for the learning rates in this step, and in the one that begins next."""

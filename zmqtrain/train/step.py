@@ -59,6 +59,8 @@ class StepSettings:
     group_batch: int
     """Samples of the whole group in a step: the worker's gradient is weighted by its share of them."""
     accumulate: int = 1
+    every: int = 1
+    """Steps whose gradients are added up before they are handed over."""
     precision: Precision = "float32"
     on_nan: Literal["stop", "continue"] = "stop"
     shared: bool = False
@@ -93,7 +95,7 @@ class TrainStep:
         self._replica, self._loss, self._settings, self._recorder = replica, loss, settings, recorder
         self._device, self._clock = device.torch_device, device.clock
         self._share = share_of_model(replica.model, settings.group_batch, loss)
-        self._weights, self._weight = weights, 0.0  # this step's weight so far
+        self._weights = weights
         self._weighted = False
         divides = (weights is not None and weights.shared) or settings.accumulate > 1
         self._looks = ignores(loss) and divides
@@ -129,7 +131,6 @@ class TrainStep:
         self._share.waited_s()  # discards waits during evaluations
         losses = self._losses.of_step(step)
         replica.sound = losses.sound
-        self._weight = 0.0
         self._look(step, batch)
         parts = batch.to(self._device).split(settings.accumulate)
         for number, part in enumerate(parts):
@@ -175,14 +176,16 @@ class TrainStep:
         """All weights of the step are known: gradients, which are those of sums so far, are divided by them when handed over."""
         if self._weights is None:
             raise TaskError(f"{WEIGHTED}; nobody sums the weights")
-        if not hand_over:
-            raise TaskError(f"{WEIGHTED}; that is not supported over several steps: remove [exchange] every")
         if not self._share.all_have_samples:  # those without any do not know that the loss has weights
             raise TaskError(
                 f"{WEIGHTED}; some workers of the grid have no samples of this batch: use a larger "
                 "[compute] batch_size, or fewer micro-batches"
             )
-        self._replica.divisor = scale * self._weights.of_a_group(step, self._weight if self._share.counts else 0.0)
+        if hand_over:
+            replica = self._replica
+            weight, replica.weight = replica.weight, 0.0
+            # As in one step with a batch that is larger by that factor; what is added up is divided by it afterwards.
+            replica.divisor = scale * self._weights.of_a_group(step, weight if self._share.counts else 0.0) / self._settings.every
 
     def _forward(self, part: Batch) -> tuple[Tensor, Tensor, int, int]:
         """The mean loss; the value from which backward starts, and its factor; and the number of samples."""
@@ -208,7 +211,8 @@ class TrainStep:
             if self._weights_tried < LOSSES_TRIED:
                 self._weights_tried += 1
                 require_weight(self._loss, output, part.target, part.samples, weight)
-            self._weighted, self._weight = True, self._weight + float(weight)
+            self._weighted = True
+            self._replica.weight += float(weight)
             return mean_of(total, weight), total, 1, part.samples
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TaskError(

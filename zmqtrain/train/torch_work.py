@@ -98,7 +98,7 @@ class TorchWork:
     """Implements `zmqtrain.train.work.Work`. Use `make` to create one."""
 
     def __init__(self, context: RoleContext, device: Device, built: _Built, members: Members, remote: RemoteLayers | None) -> None:
-        compute, role = context.topology.compute, context.role
+        compute, exchange, role = context.topology.compute, context.topology.exchange, context.role
         self._context, self._device = context, device
         self._fabric, self._remote = built.fabric, remote
         self._bridge: Bridge | None = None
@@ -113,6 +113,7 @@ class TorchWork:
             rank=role.index,
             group_batch=compute.batch_size,
             accumulate=compute.accumulate,
+            every=exchange.every_steps(context.placement.groups) if exchange.kind == "allreduce" else 1,
             precision=compute.precision,
             on_nan=context.topology.job.on_nan,
             blind=what_blinds(context.topology),

@@ -104,7 +104,7 @@ class Saver:
         if added is not None:
             # These are each worker's own, even if the model is divided, as are the gradients that it will add to them.
             tensors |= {f"gradient/{name}": gradient for name, gradient in replica.memory.added_up().items()}
-            values["added up"] = added
+            values |= {"added up": added, "weight": replica.weight}
         await self._send(step, f"worker-{self.rank}", tensors, values)
 
     async def begin_with_weights(self, replica: TorchReplica) -> None:
@@ -233,6 +233,7 @@ class Saver:
             )
         added = {name.removeprefix("gradient/"): tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
         replica.memory.go_on_adding_to(added)
+        replica.weight = float(own.sidecar.get("weight", 0.0))  # type: ignore[arg-type]
 
     async def _begin_like_served(self, neighbour: int, replica: TorchReplica, exchange: Exchange) -> None:
         """As `_begin_like`, with servers: a worker's own are only the buffers, and where its data goes on, which all share."""
