@@ -175,15 +175,15 @@ async def test_pushes_of_the_other_kind_are_refused(phantom: bool, codec: str) -
 @pytest.mark.parametrize("phantom", [True, False], ids=["phantom", "real"])
 async def test_servers_tell_the_auditor_of_each_gradient_once_and_what_it_had_read(settings: dict[str, Any], phantom: bool) -> None:
     groups, count = 3, 4
-    world = World(groups, 1, 2, **settings)
-    for role in (*world.servers, *world.exchanges):
-        role._recorder = AuditRecorder()
+    names = [*(f"server/{index}" for index in range(2)), *(f"worker/{group}" for group in range(groups))]
+    recorders = {name: AuditRecorder() for name in names}
+    world = World(groups, 1, 2, recorders=recorders, **settings)
     replicas = [PhantomReplica() if phantom else LinearReplica(SGD) for _ in range(groups)]
     await world.run(*(steps(world, rank, replica, count) for rank, replica in enumerate(replicas)))
     reads: list[tuple[int, int, int]] = []
     versions: dict[int, int] = {}
-    for server in world.servers:
-        for fact in server._recorder.of("applied"):  # type: ignore[attr-defined]
+    for index in range(2):
+        for fact in recorders[f"server/{index}"].of("applied"):
             piece = fact["piece"]
             versions[piece] = versions.get(piece, 0) + 1
             assert fact["version"] == versions[piece], "versions rise by one"
@@ -193,8 +193,8 @@ async def test_servers_tell_the_auditor_of_each_gradient_once_and_what_it_had_re
             assert fact["step"] == fact["reads"][0][1]
     pieces = list(versions)
     assert sorted(reads) == sorted(itertools.product(range(groups), range(count), pieces)), "each once, and none left out"
-    for group, exchange in enumerate(world.exchanges):
-        facts = exchange._recorder  # type: ignore[attr-defined]
+    for group in range(groups):
+        facts = recorders[f"worker/{group}"]
         pushed = {(fact["piece"], fact["step"]): fact["version"] for fact in facts.of("pushed")}
         read = {(fact["piece"], fact["step"]): fact["version"] for fact in facts.of("read")}
         assert len(pushed) == len(read) == count * len(pieces)

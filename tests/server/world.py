@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zmqtrain.events import Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.optimizer import describe_optimizer
@@ -121,8 +122,11 @@ class World:
         *,
         network: Any = None,
         checkpoints: Sequence[ServerCheckpoints] = (),
+        recorders: Mapping[str, Recorder] | None = None,
         **settings: Any,
     ) -> None:
+        """``recorders``: by the name of a role."""
+        recorders = recorders or {}
         self.network = network or MemoryNetwork()
         self.endpoints: dict[str, Endpoint] = {}
         names = tuple(tuple(f"worker/{group * size + position}" for position in range(size)) for group in range(groups))
@@ -140,11 +144,16 @@ class World:
                 self._open(f"server/{index}"),
                 ServerSettings(index, self.workers, request_s=20.0, barrier_s=20.0),
                 checkpoints=checkpoints[index] if checkpoints else None,
+                recorder=recorders.get(f"server/{index}"),
             )
             for index in range(servers)
         ]
         self.exchanges = [
-            ModelServerExchange(self._open(name), replace(self.settings, group=rank // size, position=rank % size))
+            ModelServerExchange(
+                self._open(name),
+                replace(self.settings, group=rank // size, position=rank % size),
+                recorder=recorders.get(name),
+            )
             for rank, name in enumerate(self.workers)
         ]
 

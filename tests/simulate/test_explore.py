@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.simulate.worlds import peers_topology, profile_file, topology_of
-from zmqtrain.exchange.model_server import ModelServerExchange
+from zmqtrain.exchange.pushes import Pushes
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.server.shard import TensorEntry
 from zmqtrain.server.staleness import StalenessMachine
@@ -110,12 +110,12 @@ class TestSabotage:
 
     def test_a_worker_that_waits_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         topology = topology_of(profile_file(tmp_path), job={"elastic": False})
-        exchange = ModelServerExchange._exchange
+        exchange = Pushes.go
 
-        async def forgets(self: ModelServerExchange, bucket: Any, step: int, *rest: Any) -> Any:
+        async def forgets(self: Pushes, bucket: Any, step: int, *rest: Any) -> Any:
             if step == 4 and self._settings.group == 2:
                 await asyncio.get_running_loop().create_future()
             return await exchange(self, bucket, step, *rest)
 
-        monkeypatch.setattr(ModelServerExchange, "_exchange", forgets)
+        monkeypatch.setattr(Pushes, "go", forgets)
         assert self._broken(topology, "", range(2))

@@ -16,65 +16,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from zmqtrain.collectives.group import Group
-from zmqtrain.collectives.operations import all_gather, all_reduce, reduce_scatter
 from zmqtrain.collectives.unreached import Cuts
 from zmqtrain.data.teams import Team, owner_of
 from zmqtrain.errors import CheckpointError, PeerLostError, ProtocolError, UsageError
 from zmqtrain.events import NullRecorder, Recorder
-from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, OptimizerSpec, Replica, RunModel
 from zmqtrain.exchange.beside import Beside
-from zmqtrain.exchange.clip import GroupClip, square
+from zmqtrain.exchange.clip import GroupClip
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.optimizer import require_elementwise
 from zmqtrain.exchange.own_team import OwnTeam
 from zmqtrain.exchange.pieces import Piece
-from zmqtrain.exchange.push_compression import PushCompression
+from zmqtrain.exchange.pushes import Pushes, Turn
 from zmqtrain.exchange.server_changes import BEGIN, SITS_OUT, ServerChanges
 from zmqtrain.exchange.server_heads import FcHeads, Heads
 from zmqtrain.exchange.server_messages import (
     Configuration,
-    PushMeta,
-    ReadMeta,
     differing,
     kept_label,
-    parameters_tag,
-    push_tag,
 )
 from zmqtrain.exchange.server_reads import ServerReads
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.exchange.server_start import PiecesOfCheckpoint, configuration_of, division, numbers_of, send_initial
-from zmqtrain.exchange.team_parts import gather_parts
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.membership.client import Membership
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.elastic import ASKING
-from zmqtrain.waiting import in_time, together
+from zmqtrain.waiting import together
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
-from zmqtrain.wire.value import ValuePayload
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """For whom, and with whom, a step is trained."""
-
-    group: Group
-    """Those of the group who train it."""
-    whole: bool
-    """Whether these are all that the group began with."""
-    life: int | None = None
-    """How servers know them, if they may be lost."""
-    torn: tuple[tuple[int, int], ...] = ()
-    """The lives that were lost while they trained this batch, and their steps."""
-    nothing: bool = False
-    """Whether there is no batch for them."""
 
 
 class ModelServerExchange:
@@ -114,30 +89,24 @@ class ModelServerExchange:
             f"model_server/{settings.group}",
             timeout_s=settings.barrier_s,
         )
-        self._turn = _Turn(self._group, whole=True)
-        self._judges = self._group
+        self._turn = Turn(self._group, whole=True)
+        judges = self._group
         if settings.policy == "sync":
             all_workers = tuple(peer for group in settings.groups for peer in group)
             rank = all_workers.index(endpoint.peer)
-            self._judges = Group(endpoint, all_workers, rank, "model_server", timeout_s=settings.barrier_s)
+            judges = Group(endpoint, all_workers, rank, "model_server", timeout_s=settings.barrier_s)
         self._replica: Replica | None = None
         self._base: OptimizerSpec | None = None
         self._compensation = settings.compensation
         self._changed: Sequence[Mapping[str, Value] | None] = ()
         self._pieces: dict[int, list[Piece]] = {}  # bucket -> all its pieces
-        self._mine: dict[int, list[Piece]] = {}  # bucket -> the pieces that this worker exchanges
         self._cuts: dict[int, Cuts] = {}  # bucket -> where pieces divide parameters
         self._first: dict[int, list[Piece]] = {}  # bucket -> the pieces whose initial values come from this worker
-        self._versions: dict[int, int] = {}  # piece -> the version that was last read
-        self._staleness: list[int] = []
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._clip: GroupClip | None = None
-        self._arithmetic = Arithmetic("zmqtrain-gradients")
-        self._compression: PushCompression | None = None
+        self._pushes = Pushes(endpoint, settings, self._heads, self._recorder, judges)
         self._resumed: tuple[PiecesOfCheckpoint, int] | None = None
         self._cut: tuple[Piece, ...] = ()
-        if settings.compression != "none":
-            self._compression = PushCompression(settings.compression, settings.compression_ratio, settings.compression_rank)
 
     @classmethod
     def of(cls, context: ExchangeContext) -> ModelServerExchange:
@@ -175,7 +144,7 @@ class ModelServerExchange:
         settings = self._settings
         restored = restored and self._resumed is None
         self._endpoint.serve("refused", self._on_refused)
-        self._replica = replica
+        self._replica = self._pushes.replica = replica
         given = replica.hyperparameters()
         self._base = self._compensation.of(given)
         require_elementwise(self._base)
@@ -195,8 +164,8 @@ class ModelServerExchange:
             resumed=resumed,
         )
         cut = self._cut = configuration.pieces()
-        if self._compression is not None:
-            self._compression.start(replica.buckets, numbers, cut, settings.position)
+        if self._pushes.compression is not None:
+            self._pushes.compression.start(replica.buckets, numbers, cut, settings.position)
         for bucket in replica.buckets:
             number = numbers[bucket.index]
             own = [piece for piece in cut if piece.bucket == number]
@@ -243,7 +212,7 @@ class ModelServerExchange:
         )
         replica = self._replica_started()
         self._beside = Beside(
-            self._endpoint, replica, lambda: bool(self._versions), late=members.late, timeout_s=settings.barrier_s
+            self._endpoint, replica, lambda: bool(self._pushes.versions), late=members.late, timeout_s=settings.barrier_s
         )
         if groups:
             self._own_team = OwnTeam(members, changed=self._change_teams, read=self._read_entered)
@@ -269,7 +238,7 @@ class ModelServerExchange:
             name = f"model_server/{settings.group}/{self._team.life}"
             self._group = Group(self._endpoint, peers, peers.index(me), name, timeout_s=settings.barrier_s)
         for index, pieces in self._pieces.items():
-            self._mine[index] = [piece for piece in pieces if owner_of(piece.position, peers) == me]
+            self._pushes.mine[index] = [piece for piece in pieces if owner_of(piece.position, peers) == me]
 
     def _change_teams(self) -> Awaitable[None]:
         """The team is another one. Returns what ends once nothing is done any more with what the old one has under way."""
@@ -286,7 +255,7 @@ class ModelServerExchange:
         if self._members is not None:
             slot = self._members.slot(step)
             assert slot is not None, f"step {step} has no batch for this worker"
-            turn = _Turn(self._group, self._whole, self._life, slot.torn)
+            turn = Turn(self._group, self._whole, self._life, slot.torn)
             self._recorder.audit("takes", step=step, slot=slot.number)
         self._take_turn(step, turn)
         clips = self._clips_itself
@@ -294,7 +263,7 @@ class ModelServerExchange:
             clip_norm = self._settings.clip_norm if clips else 0.0
             self._clip = GroupClip(len(self._replica_started().buckets), clip_norm, judges=self._settings.judges)
 
-    def _take_turn(self, step: int, turn: _Turn) -> None:
+    def _take_turn(self, step: int, turn: Turn) -> None:
         """Buckets that are ready from now on are exchanged for ``step``."""
         replica = self._replica_started()
         assert self._base is not None
@@ -316,7 +285,7 @@ class ModelServerExchange:
         assert self.synchronous, "groups that do not wait for each other have no steps in common"
         await self.settle()
         await self._tell_fc(SITS_OUT, self._life, step)
-        self._take_turn(step, _Turn(self._group, self._whole, self._life, nothing=True))
+        self._take_turn(step, Turn(self._group, self._whole, self._life, nothing=True))
         self._clip = None
         for bucket in self._replica_started().buckets:
             self._under_way.add(bucket)
@@ -377,13 +346,13 @@ class ModelServerExchange:
         alone = self._members is not None  # then the caller is the one that reads
         if not (alone or settings.group == 0) or not (last or (self.moves and (kept is not None or not settings.snapshot))):
             return
-        versions = dict(self._versions)
+        versions = dict(self._pushes.versions)
         if kept is not None:
             await self._reads().shown(kept_label(kept), asked=self._kept_by)
         else:
             await self._reads().shown(label, asks=alone or settings.position == 0)
         if self._team is not None:  # it goes on with what all of its team have
-            self._versions = versions
+            self._pushes.versions = versions
         for bucket in self._replica_started().buckets:
             self._replica_started().parameters_ready(bucket)
 
@@ -423,27 +392,27 @@ class ModelServerExchange:
         if self._own_team is not None:
             await self._own_team.stop()
         await self._under_way.cancel()
-        self._arithmetic.close()
+        self._pushes.arithmetic.close()
         if self._replica is None or (failed and self._members is not None and self._members.survives):
             return
         own: list[Value] = [] if self._members is None else [self._members.own_incarnation]
         await together(self._ask_servers("finished", *own), self._tell_fc("finished", *own))
 
     def staleness(self) -> Sequence[int]:
-        result, self._staleness = self._staleness, []
+        result, self._pushes.staleness = self._pushes.staleness, []
         return result
 
     def state_dict(self) -> dict[str, Value]:
         """Gradients that compression has not sent yet, and which piece is which. All other state is the servers'."""
-        residuals = {} if self._compression is None else self._compression.state_dict()
+        residuals = {} if self._pushes.compression is None else self._pushes.compression.state_dict()
         return {"residuals": residuals, "pieces": _in_values(self._cut)}
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         residuals = state.get("residuals")
         if not isinstance(residuals, dict):
             return
-        if self._compression is not None:
-            self._compression.load_state_dict(residuals)
+        if self._pushes.compression is not None:
+            self._pushes.compression.load_state_dict(residuals)
         elif residuals:
             raise CheckpointError(
                 "the checkpoint has gradients that compression has not sent yet, and this run has no compression, so they would be "
@@ -459,13 +428,13 @@ class ModelServerExchange:
     def _reads(self) -> ServerReads:
         """Reads of all of this worker's pieces at once; of all pieces, if no other worker of its group must be lost meanwhile."""
         settings, alone = self._settings, self._members is not None
-        pieces = self._pieces if alone else self._mine
+        pieces = self._pieces if alone else self._pushes.mine
         return ServerReads(
             self._endpoint,
             self._heads,
             None if alone else self._group,
             [(bucket, pieces[bucket.index]) for bucket in self._replica_started().buckets],
-            self._note,
+            self._pushes.note,
             life=self._life,
             request_s=settings.request_s,
             barrier_s=settings.barrier_s,
@@ -493,7 +462,7 @@ class ModelServerExchange:
 
     def _begin(self, bucket: Bucket, step: int) -> Coroutine[Any, Any, None]:
         # The step's values are passed along: the next step may begin before this exchange pushes its gradients.
-        exchange = self._exchange(bucket, step, self._changed[bucket.parameter_group], self._clip, self._turn)
+        exchange = self._pushes.go(bucket, step, self._changed[bucket.parameter_group], self._clip, self._turn)
         return exchange if self._team is None else self._unless_lost(exchange, self._team.peers)
 
     async def _unless_lost(self, exchange: Coroutine[Any, Any, None], team: tuple[PeerId, ...]) -> None:
@@ -510,95 +479,9 @@ class ModelServerExchange:
         if self._replica is not None:
             self._replica.abort(error)
 
-    async def _exchange(
-        self,
-        bucket: Bucket,
-        step: int,
-        changed: Mapping[str, Value] | None,
-        clip: GroupClip | None,
-        turn: _Turn,
-    ) -> None:
-        assert self._replica is not None
-        name, recorder, group = f"bucket {bucket.index}", self._recorder, bucket.sharers(turn.group)
-        if group.size > 1 and not turn.nothing:
-            add_up = reduce_scatter if turn.whole else all_reduce
-            with recorder.span(f"{add_up.__name__} {name}", "send", step=step):
-                await add_up(group, bucket.gradients, ("gradients", bucket.index, step), priority=bucket.index)
-        passed_over = clip is not None and not await self._judge(clip, bucket, step, turn.group)
-        mine = self._mine[bucket.index]
-        with recorder.span(f"exchange {name}", "receive", step=step):
-            if len(mine) == 1:
-                await self._exchange_piece(bucket, mine[0], step, changed, passed_over, turn)
-            else:
-                await together(*(self._exchange_piece(bucket, piece, step, changed, passed_over, turn) for piece in mine))
-        if group.size > 1:
-            with recorder.span(f"all_gather {name}", "receive", step=step):
-                tag = ("parameters", bucket.index, step)
-                if turn.whole:
-                    await all_gather(group, bucket.parameters, tag, priority=bucket.index)
-                else:
-                    size = len(self._settings.groups[self._settings.group])
-                    await gather_parts(group, bucket.parameters, tag, size=size, priority=bucket.index)
-        self._replica.parameters_ready(bucket)
-
-    async def _exchange_piece(
-        self,
-        bucket: Bucket,
-        piece: Piece,
-        step: int,
-        changed: Mapping[str, Value] | None,
-        passed_over: bool,
-        turn: _Turn,
-    ) -> None:
-        """Push a gradient and read the parameters that answer it. The answer proves that the gradient has arrived, so its memory
-        is free afterwards. ``passed_over``: no server may use it for an update."""
-        version = self._versions[piece.index]
-        meta = PushMeta(self._settings.group, version, changed, passed_over, turn.life, turn.torn, turn.nothing).to_value()
-        gradient: Payload = ValuePayload() if turn.nothing else bucket.gradients.part(piece.start, piece.stop)
-        gradient.meta = meta
-        message = gradient
-        if self._compression is not None and not passed_over and not turn.nothing:
-            message = await self._compression.message(piece, gradient, self._arithmetic)
-        self._recorder.audit("pushed", piece=piece.index, step=step, version=self._versions[piece.index])
-        lasting = message is gradient  # it is not written before the answer, which means that the server has applied it
-        into = bucket.parameters.part(piece.start, piece.stop)
-
-        async def exchange(server: PeerId) -> Payload:
-            tag = parameters_tag(piece.index, step + 1)
-            async with self._heads.waits_for(server, tag):
-                await self._endpoint.send(server, push_tag(piece.index, step), message, priority=bucket.index, lasting=lasting)
-                async with in_time(server, f"the parameters of piece {piece.index} for step {step + 1}", self._settings.barrier_s):
-                    return await self._endpoint.receive(server, tag, into=into)
-
-        read = self._note(piece, await self._heads.ask(piece.server, exchange))
-        self._recorder.audit("read", piece=piece.index, step=step + 1, version=read.version)
-        self._staleness.append(read.staleness)
-
-    def _note(self, piece: Piece, received: Payload) -> ReadMeta:
-        read = ReadMeta.from_value(received.meta)
-        self._versions[piece.index] = read.version
-        return read
-
-    # Clipping by the group's own norm, if groups do not wait for each other.
-
     @property
     def _clips_itself(self) -> bool:
         return self._settings.clip_norm > 0 and not self.synchronous
-
-    async def _judge(self, clip: GroupClip, bucket: Bucket, step: int, group: Group) -> bool:
-        """Wait until the gradients of all buckets have been added, then scale this worker's part of the bucket. Returns whether the
-        whole gradient is finite."""
-        own = [bucket.gradients.part(piece.start, piece.stop) for piece in self._mine[bucket.index]]
-        if clip.add(await self._arithmetic.do(lambda: sum(map(square, own)), *own)):
-            judges = self._settings.judges
-            await all_reduce(self._judges if judges else group, clip.squares, ("norm", step))
-            finite = clip.decide()
-            if judges and self._replica is not None:
-                self._replica.judged(finite, step)
-        factor = await clip.factor
-        if factor < 1.0:
-            await self._arithmetic.do(partial(_clip, own, factor, nothing=clip.nothing), *own)
-        return not clip.nothing
 
     def _replica_started(self) -> Replica:
         assert self._replica is not None, "start() comes first"
@@ -608,15 +491,6 @@ class ModelServerExchange:
         if caller in self._settings.servers:
             self._under_way.fail(ProtocolError(f"{caller} refused {tag!r}: {reason}"))
         return None
-
-
-def _clip(parts: Sequence[Payload], factor: float, *, nothing: bool) -> None:
-    """Scale the parts. ``nothing``: clear them, since values that are not finite would stay so when multiplied by 0."""
-    for part in parts:
-        if not nothing:
-            part.scale_(factor)
-        elif isinstance(part, TensorPayload):
-            part.tensor.zero_()
 
 
 def _in_values(cut: Sequence[Piece]) -> list[Value]:
