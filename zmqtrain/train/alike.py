@@ -37,6 +37,8 @@ OPTIMIZER = "the optimizer"
 _OWN = re.compile(r"0x[0-9a-f]+|\b(cuda|xpu|mps):\d+")
 #: Parts of the paths of files that are not the user's own.
 _INSTALLED = ("site-packages", "dist-packages")
+#: Modules whose files are not the user's own, by name: thousands, of which in simulated worlds each worker would look at all.
+_NOT_OWN: dict[str, ModuleType] = {}
 #: How the module of a task's file is named.
 _TASK = "zmqtrain_task_"
 _REMEDY = (
@@ -120,15 +122,19 @@ def files() -> Facts:
 
 def _own_files() -> Iterator[tuple[str, Path]]:
     for name, module in list(sys.modules.items()):
+        if _NOT_OWN.get(name) is module:
+            continue
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # some load much if they are asked
-        if file.__class__ is str and (path := _own_file(file)) is not None:
-            yield name, path
+        if file.__class__ is str:
+            if (path := _own_file(file)) is not None:
+                yield name, path
+            else:
+                _NOT_OWN[name] = module
 
 
 @cache
 def _own_file(file: str) -> Path | None:
-    """The path of a module's file if it is the user's own. Of thousands of modules, and for each role where several are in one
-    process: once for each file."""
+    """The path of a module's file if it is the user's own."""
     if not file.endswith(".py"):
         return None
     ours, base, path = Path(zmqtrain.__file__).parent, Path(sys.base_prefix), Path(os.path.abspath(file))
