@@ -12,6 +12,8 @@ from zmqtrain import Task
 from zmqtrain.train.random_state import seed_everything
 
 STEPS_OF_TORCH, BATCH = 6, 24
+#: Samples that are evaluated: a few batches of each worker.
+EVALUATED = 60
 
 
 class Recipe:
@@ -34,8 +36,9 @@ class Recipe:
             self.models.append(self.network())
             return self.models[-1]
 
-        data, loss = TensorDataset(self.x, self.y), nn.functional.cross_entropy
-        return Task(model=model, loss=loss, optimizer=self.optimizer, schedule=self.schedule, train_data=data, eval_data=data)
+        data, few = TensorDataset(self.x, self.y), TensorDataset(self.x[:EVALUATED], self.y[:EVALUATED])
+        loss = nn.functional.cross_entropy
+        return Task(model=model, loss=loss, optimizer=self.optimizer, schedule=self.schedule, train_data=data, eval_data=few)
 
     @staticmethod
     def optimizer(parameters: Any) -> torch.optim.Optimizer:

@@ -79,6 +79,8 @@ def test_random_faults_break_nothing(seed: int, method: str) -> None:
 # With torch.
 
 GROUPS, SIZE, TORCH_STEPS, BATCH, EVERY = 2, 2, 9, 16, 3
+#: Samples that are evaluated: a few batches of each worker.
+EVALUATED = 60
 
 
 class Recipe:
@@ -103,9 +105,9 @@ class Recipe:
             self.models.append(self.network())
             return self.models[-1]
 
-        data = TensorDataset(self.x, self.y)
+        data, few = TensorDataset(self.x, self.y), TensorDataset(self.x[:EVALUATED], self.y[:EVALUATED])
         loss = nn.functional.cross_entropy
-        return Task(model=model, loss=loss, optimizer=self.optimizer, train_data=data, eval_data=data)
+        return Task(model=model, loss=loss, optimizer=self.optimizer, train_data=data, eval_data=few)
 
     def replayed(self, method: str) -> list[nn.Module]:
         """The groups' models, computed by one process."""

@@ -18,6 +18,8 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.random_state import seed_everything
 
 GROUPS, SIZE, STEPS, BATCH, FEATURES = 2, 2, 6, 32, 12
+#: Samples that are evaluated: a few batches of each worker.
+EVALUATED = 60
 #: Of a group.
 SHARE = BATCH // GROUPS
 
@@ -45,9 +47,9 @@ class Recipe:
             self.models.append(self.network())
             return self.models[-1]
 
-        data = TensorDataset(self.x, self.y)
+        data, few = TensorDataset(self.x, self.y), TensorDataset(self.x[:EVALUATED], self.y[:EVALUATED])
         loss = nn.functional.cross_entropy
-        return Task(model=model, loss=loss, optimizer=self.optimizer, schedule=self.schedule, train_data=data, eval_data=data)
+        return Task(model=model, loss=loss, optimizer=self.optimizer, schedule=self.schedule, train_data=data, eval_data=few)
 
     @staticmethod
     def optimizer(parameters: Any) -> torch.optim.Optimizer:

@@ -21,6 +21,8 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.random_state import seed_everything
 
 SAMPLES, FEATURES, STEPS, BATCH = 256, 12, 6, 32
+#: Samples that are evaluated: a few batches of each worker.
+EVALUATED = 60
 #: Per layer: name, parameters, forward and backward seconds of a worker's batch, whatever its size.
 LAYERS = (("0", 12 * 16 + 16, 0.010, 0.020), ("2", 16 * 8 + 8, 0.005, 0.010), ("4", 8 * 3 + 3, 0.001, 0.002))
 STEP_S = sum(forward_s + backward_s for _, _, forward_s, backward_s in LAYERS)
@@ -40,8 +42,8 @@ class Recipe:
         self.models: list[nn.Module] = []
 
     def task(self, **fields: Any) -> Task:
-        data = TensorDataset(self.x, self.y)
-        given = {"train_data": data, "eval_data": data} | fields
+        data, few = TensorDataset(self.x, self.y), TensorDataset(self.x[:EVALUATED], self.y[:EVALUATED])
+        given = {"train_data": data, "eval_data": few} | fields
         return Task(model=self._model, loss=nn.functional.cross_entropy, optimizer=self._optimizer, **given)
 
     def alone(self) -> nn.Module:
