@@ -79,7 +79,7 @@ class Mutation:
     """The topology file, of `SHAPES`, in which it is looked for."""
     put: Callable[[Patches], None]
     seed: int
-    """One that finds it; of the faults that are drawn now."""
+    """One that finds it, and soon; of the faults that are drawn now."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -525,7 +525,7 @@ MUTATIONS = (
     Mutation("a lost worker's batch that counts is trained again", "servers-async", counted_batch_trained_again, 76),
     Mutation("a batch that counts for some pieces counts for them again", "servers-async", torn_batch_counts_twice, 5),
     Mutation("a lost worker's push counts that has not come", "servers-async", push_that_never_came, 5),
-    Mutation("servers go on waiting for a lost group", "servers-sync", lost_group_waited_for, 2),
+    Mutation("servers go on waiting for a lost group", "servers-sync", lost_group_waited_for, 16),
     Mutation("an update is made without one group's gradient", "servers-sync", applied_without_one, 1),
     Mutation("others do not wait for a group that has lost a worker", "teams-sync", place_not_kept, 2),
     Mutation("groups run ahead of the bound", "servers-bounded", bound_not_kept, 1),
@@ -533,20 +533,20 @@ MUTATIONS = (
     Mutation("a late worker does not learn of earlier changes", "servers-sync", history_forgotten, 5),
     Mutation("sums are divided by the workers that there were", "allreduce", sums_divided_wrongly, 2),
     Mutation("what a lost worker has left of its samples is not trained", "allreduce", left_samples_forgotten, 2),
-    Mutation("survivors do not get the sums that others have", "allreduce", sums_not_shared, 2),
+    Mutation("survivors do not get the sums that others have", "allreduce", sums_not_shared, 7),
     Mutation("a late worker's state lacks an update", "allreduce", state_without_a_bucket, 3),
     Mutation("an agreement ends before the last member's word", "allreduce", barrier_opens_early, 1),
-    Mutation("an agreement gives the last value, not the largest", "allreduce", newest_value_not_largest, 2),
+    Mutation("an agreement gives the last value, not the largest", "allreduce", newest_value_not_largest, 7),
     Mutation("an agreement about an old view goes on", "allreduce", stale_view_believed, 6),
     Mutation("the others are not told who is back", "allreduce", member_forgotten, 3),
     Mutation("means are divided by the workers that there were", "averaging", mean_divided_wrongly, 2),
-    Mutation("an average counts before all have it", "averaging", average_counts_for_some, 2),
+    Mutation("an average counts before all have it", "averaging", average_counts_for_some, 22),
     Mutation("a late worker begins without the outer momentum", "averaging-outer", state_without_momentum, 3),
     Mutation("a bucket is mixed twice", "gossip", bucket_mixed_twice, 1),
     Mutation("a bucket that has come is not mixed", "gossip-hypercube", bucket_not_mixed, 1),
     Mutation("a dead host is believed to be alive", "gossip", dead_host_believed, 12),
-    Mutation("a view shows a lost worker as if it were there", "averaging-elastic", lost_member_shown, 2),
-    Mutation("the loss of a member is waited for without end", "averaging-elastic", loss_not_noticed, 2),
+    Mutation("a view shows a lost worker as if it were there", "averaging-elastic", lost_member_shown, 1),
+    Mutation("the loss of a member is waited for without end", "averaging-elastic", loss_not_noticed, 1),
     Mutation("an FC server applies a step twice", "merged-fc", fc_update_twice, 1),
     Mutation("an FC server counts a lost worker's batch again", "merged-fc", fc_batch_counted_again, 3),
     Mutation("an FC server takes a step that is trained again for a new one", "teams-merged", fc_step_again_after_its_update, 2),
