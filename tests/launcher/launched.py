@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,30 @@ import os, pathlib
 own = pathlib.Path(f"told.{os.getpid()}")
 own.write_text(os.environ["ZMQTRAIN_COORDINATOR"] + " " + os.environ["ZMQTRAIN_TOKEN"])
 own.replace("told")
+"""
+
+
+def waiting_loss(waits: Mapping[int, str], loss: str) -> str:
+    """What comes before a task: ``loss`` of that name, which sometimes takes until the test has made a file.
+
+    Args:
+        waits: the names of the files, by the calls of a process that wait for them, the first of which is 1.
+        loss: what it returns, as the task names it.
+    """
+    return f"""
+import time
+from pathlib import Path
+
+calls = 0
+
+def loss(output, target):
+    global calls
+    calls += 1
+    file = {dict(waits)!r}.get(calls)
+    end = time.monotonic() + 60
+    while file and not Path(file).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return {loss}(output, target)
 """
 
 

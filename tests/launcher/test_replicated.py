@@ -9,27 +9,12 @@ from typing import Any
 
 import psutil
 
-from tests.launcher.launched import Launched
+from tests.launcher.launched import Launched, waiting_loss
 from tests.launcher.test_elastic import TASK
 from tests.patience import PATIENCE_S
 
 #: What comes before the task: step 30 takes until the server is killed, step 60 until another one has come in its place.
-LOSS = """
-import time
-from pathlib import Path
-
-calls = 0
-
-def loss(output, target):
-    global calls
-    calls += 1
-    file = {30: "killed", 60: "joined"}.get(calls)
-    end = time.monotonic() + 60
-    while file and not Path(file).exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    return torch.nn.functional.mse_loss(output, target)
-
-def task"""
+LOSS = waiting_loss({30: "killed", 60: "joined"}, "torch.nn.functional.mse_loss")
 STEPS = 80
 TOPOLOGY = """
 [job]
@@ -63,7 +48,7 @@ def backups_of(run: Launched) -> list[tuple[int, str | None]]:
 
 def test_a_server_is_killed_and_its_successor_becomes_the_backup(tmp_path: Path) -> None:
     """Asynchronous training. In step, and with bounds: tests/simulate/test_replicated_servers.py."""
-    task = TASK.replace("torch.nn.functional.mse_loss", "loss").replace("\ndef task", LOSS, 1)
+    task = TASK.replace("torch.nn.functional.mse_loss", "loss").replace("\ndef task", LOSS + "\ndef task", 1)
     (tmp_path / "task.py").write_text(task.replace("lr=0.02", "lr=0.1"))
     (tmp_path / "trial.toml").write_text(TOPOLOGY.format(steps=STEPS))
     with Launched(tmp_path, "trial.toml") as run:

@@ -11,27 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.launcher.launched import Launched
+from tests.launcher.launched import Launched, waiting_loss
 from tests.launcher.test_grid import TASK
 from tests.patience import PATIENCE_S
 
 #: What comes before the task: both FC servers stand still in the middle of a turn until something has happened.
-LOSS = """
-import os, time
-from pathlib import Path
-
-calls = 0
-
-def loss(output, target):
-    global calls
-    calls += 1
-    file = {20: "killed", 60: "killed-again"}.get(calls)
-    end = time.monotonic() + 60
-    while file and not Path(file).exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    return nn.functional.cross_entropy(output, target)
-
+LOSS = waiting_loss({20: "killed", 60: "killed-again"}, "nn.functional.cross_entropy")
+#: The beginning of the task, which says who it is.
+SAYS = """
 def task():
+    import os
     print("is", os.getpid())
 """
 STEPS = 60
@@ -72,7 +61,7 @@ def losses(folder: Path, *, kill: bool) -> dict[tuple[int, int], float]:
     """By step and rank."""
     folder.mkdir()
     (folder / "task.py").write_text(
-        TASK.replace("loss=nn.functional.cross_entropy", "loss=loss").replace("\ndef task():\n", LOSS, 1)
+        TASK.replace("loss=nn.functional.cross_entropy", "loss=loss").replace("\ndef task():\n", LOSS + SAYS, 1)
     )
     (folder / "trial.toml").write_text(TOPOLOGY.format(steps=STEPS))
     with Launched(folder, "trial.toml") as run:

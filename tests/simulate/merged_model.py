@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +11,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from zmqtrain import Task
+from zmqtrain.simulate.faults import Fault
+from zmqtrain.simulate.run import Options, Result, simulate
+from zmqtrain.topology.schema import Topology
 from zmqtrain.train.random_state import seed_everything
 
 STEPS_OF_TORCH, BATCH = 6, 24
@@ -80,3 +85,38 @@ def require(recipe: Recipe, expected: nn.Sequential, workers: int, *, copied: bo
     assert sum(like(model, expected, CONVOLUTIONS) for model in recipe.models) >= workers
     merged = sum(like(model, expected, MERGED) for model in recipe.models)
     assert merged >= 1 if copied else merged == 1
+
+
+def trained(
+    recipe: Recipe,
+    *faults: Fault,
+    hosts: int,
+    exchange: Mapping[str, Any],
+    groups: int = 2,
+    size: int = 1,
+    folder: Path | None = None,
+    **job: Any,
+) -> Result:
+    """A whole synchronous run, which ends as it should.
+
+    Args:
+        recipe: what is trained. It has only this run's models afterwards.
+        faults: of the run.
+        hosts: how many there are.
+        exchange, job: more settings of these sections.
+        groups, size: how many there are, and their workers.
+        folder: for checkpoints.
+    """
+    document: dict[str, Any] = {
+        "job": {"task": "given:task", "steps": STEPS_OF_TORCH, "timeout": "5 s", **job},
+        "hosts": [{"name": f"h[1-{hosts}]", "slots": 1}],
+        "compute": {"groups": groups, "group_size": size, "batch_size": BATCH // groups, "bucket_size": 256},
+        "exchange": {"kind": "model_server", "staleness": "sync", "shards": 2, "merged_fc": True, **exchange},
+        "network": {"bandwidth": "1 Gbit/s", "latency": "1 ms"},
+        "data": {"shuffle": "none"},
+        "simulation": {"payload": "real"},
+    }
+    recipe.models.clear()
+    result = simulate(Topology.from_dict(document), options=Options(faults=faults, task=recipe.task(), checkpoints=folder))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+    return result

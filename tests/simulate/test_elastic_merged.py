@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.simulate.merged_model import BATCH, STEPS_OF_TORCH, Recipe, close, require
+from tests.simulate import merged_model
+from tests.simulate.merged_model import STEPS_OF_TORCH, Recipe, close, require
 from tests.simulate.worlds import POLICIES, STEPS, merged_topology, run
 from zmqtrain.simulate.explore import explore
 from zmqtrain.simulate.faults import Fault, drain, kill, pause, restart
-from zmqtrain.simulate.run import Options, Result, simulate
-from zmqtrain.topology.schema import Topology
+from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 
 
@@ -91,23 +91,7 @@ def test_random_faults_break_nothing() -> None:
 
 # With torch.
 
-
-def trained(
-    recipe: Recipe, *faults: Fault, groups: int = 2, size: int = 2, fc: int = 1, folder: Path | None = None, **job: Any
-) -> Result:
-    document: dict[str, Any] = {
-        "job": {"task": "given:task", "steps": STEPS_OF_TORCH, "timeout": "5 s", "elastic": True, **job},
-        "hosts": [{"name": "h[1-8]", "slots": 1}],
-        "compute": {"groups": groups, "group_size": size, "batch_size": BATCH // groups, "bucket_size": 256},
-        "exchange": {"kind": "model_server", "staleness": "sync", "shards": 2, "merged_fc": True, "fc_servers": fc},
-        "network": {"bandwidth": "1 Gbit/s", "latency": "1 ms"},
-        "data": {"shuffle": "none"},
-        "simulation": {"payload": "real"},
-    }
-    recipe.models.clear()
-    result = simulate(Topology.from_dict(document), options=Options(faults=faults, task=recipe.task(), checkpoints=folder))
-    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
-    return result
+trained = partial(merged_model.trained, hosts=8, size=2, exchange={}, elastic=True)
 
 
 @pytest.mark.parametrize(

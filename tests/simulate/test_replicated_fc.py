@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.simulate.merged_model import BATCH, MERGED, STEPS_OF_TORCH, Recipe, close, like, require
+from tests.simulate import merged_model
+from tests.simulate.merged_model import MERGED, Recipe, close, like, require
 from tests.simulate.worlds import POLICIES, STEPS, copied_topology, run
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.simulate.explore import explore
@@ -129,21 +131,7 @@ def test_random_faults_break_nothing() -> None:
 
 # With torch.
 
-
-def trained(recipe: Recipe, *faults: Fault, groups: int = 2, folder: Path | None = None, **job: Any) -> Result:
-    document: dict[str, Any] = {
-        "job": {"task": "given:task", "steps": STEPS_OF_TORCH, "timeout": "5 s", **job},
-        "hosts": [{"name": "h[1-6]", "slots": 1}],
-        "compute": {"groups": groups, "batch_size": BATCH // groups, "bucket_size": 256},
-        "exchange": {"kind": "model_server", "staleness": "sync", "shards": 2, "merged_fc": True, "replicas": 1},
-        "network": {"bandwidth": "1 Gbit/s", "latency": "1 ms"},
-        "data": {"shuffle": "none"},
-        "simulation": {"payload": "real"},
-    }
-    recipe.models.clear()
-    result = simulate(Topology.from_dict(document), options=Options(faults=faults, task=recipe.task(), checkpoints=folder))
-    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
-    return result
+trained = partial(merged_model.trained, hosts=6, exchange={"replicas": 1})
 
 
 @pytest.mark.parametrize("norm", [False, True])
