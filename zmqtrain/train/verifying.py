@@ -21,7 +21,7 @@ from zmqtrain.parallel.deferred import Tape, fill
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify import Case, Verified, verified
-from zmqtrain.parallel.verify.case import NotComparable, alone
+from zmqtrain.parallel.verify.case import NotComparable, alone, source_of
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.divided import loss_on_grid, parallel_model, share_of_model
 from zmqtrain.train.random_state import seed_everything
@@ -57,7 +57,8 @@ def verify_task(
         return build_optimizer(task, model, topology)[0]
 
     def divide() -> ParallelModel:
-        return ordinary.divided(device, lambda model, tape: parallel_model(model, topology, fabric, tape=tape))
+        runs_both = source_of(references, fabric.rank) == fabric.rank
+        return ordinary.divided(device, lambda model, tape: parallel_model(model, topology, fabric, tape=tape), and_whole=runs_both)
 
     return verify_model(
         lambda: ordinary(device),
@@ -128,13 +129,12 @@ class Ordinary:
         self._task, self._seed, self._tape = task, seed, tape
         self._taken = {id(module) for module in model.modules()}
         self._kept = copied(model)
+        self._made: nn.Module | None = None
 
     def __call__(self, device: torch.device) -> nn.Module:
         """Raises `NotComparable`."""
         if self._kept is not None:
-            another = copy.deepcopy(self._kept)
-            if self._tape is not None:
-                fill(another, self._tape, lambda _, whole: whole)
+            another, self._made = self._made or self._another(self._kept), None
             return another.to(device)
         with alone():
             seed_everything(self._seed)
@@ -144,11 +144,24 @@ class Ordinary:
         self._taken |= {id(module) for module in found.modules()}
         return found.to(device)
 
-    def divided(self, device: torch.device, divide: Callable[[nn.Module, Tape | None], ParallelModel]) -> ParallelModel:
-        """Another one, divided as ``divide(model, tape)`` does; made part by part where the task's is. Raises `NotComparable`."""
+    def divided(
+        self, device: torch.device, divide: Callable[[nn.Module, Tape | None], ParallelModel], *, and_whole: bool = False
+    ) -> ParallelModel:
+        """Another one, divided as ``divide(model, tape)`` does; made part by part where the task's is. Raises `NotComparable`.
+
+        ``and_whole``: the next call is for a whole one, which is made now, since drawing numbers takes longer than copying them."""
         if self._kept is None or self._tape is None:
             return divide(self(device), None)
-        return divide(copy.deepcopy(self._kept), self._tape)
+        if not and_whole:
+            return divide(copy.deepcopy(self._kept), self._tape)
+        self._made = self._another(self._kept)
+        return divide(copy.deepcopy(self._made).to(device), None)
+
+    def _another(self, kept: nn.Module) -> nn.Module:
+        another = copy.deepcopy(kept)
+        if self._tape is not None:
+            fill(another, self._tape, lambda _, whole: whole)
+        return another
 
 
 def _samples(topology: Topology, grid: Grid) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -102,6 +102,11 @@ class Found:
     """This process's summand of the whole batch's loss, in training."""
     sizes: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """Of images, and of the parts of them that were computed."""
+
+
+def source_of(references: Sequence[int], rank: int) -> int:
+    """The rank that runs the ordinary model for this one (``references``: as `Case` has them)."""
+    return references[rank] if references else 0
 
 
 @contextmanager

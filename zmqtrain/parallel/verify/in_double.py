@@ -28,8 +28,10 @@ class _InDouble(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func in _CASTS:
             func = Tensor.double
-        given = args if torch.dtype not in map(type, args) else [_raised(each) for each in args]
+        given = [_raised(each) for each in args] if torch.dtype in map(type, args) else args
         named = {name: _raised(each) for name, each in kwargs.items()} if kwargs else {}
+        if not torch._C._is_any_autocast_enabled():
+            return func(*given, **named)
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 with torch.autocast(device, enabled=False):

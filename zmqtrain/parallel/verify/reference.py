@@ -36,6 +36,7 @@ from zmqtrain.parallel.verify.case import (
     is_pair,
     mean,
     multiply_weights,
+    source_of,
     without_own_dropout,
 )
 from zmqtrain.parallel.verify.in_double import staying_in
@@ -256,9 +257,8 @@ _REFUSED = "refused: "
 
 def _line(case: Case, fabric: Fabric) -> tuple[int, Line, list[int]]:
     """The rank that runs the ordinary model for this one, the way to it, and the others that it does so for."""
-    sources = case.references or (0,) * fabric.size
-    source = sources[fabric.rank]
-    ranks = tuple(rank for rank, each in enumerate(sources) if each == source)
+    source = source_of(case.references, fabric.rank)
+    ranks = tuple(rank for rank in range(fabric.size) if source_of(case.references, rank) == source)
     return source, Line(fabric, ranks), [rank for rank in ranks if rank != source]
 
 

@@ -18,6 +18,7 @@ A model that looks at sizes, or at numbers, to decide what to do, gets whole ima
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -97,8 +98,18 @@ def sizes_of(case: Case, model: nn.Module, batch: Batch, parts: Parts) -> Sizes:
         return {}
     sides = [FIRST, *range(SMALLEST, most * 3 // 4 + 1, STEP)]
     first, *larger = sides
-    found = itertools.chain(both(first), _apart(seen, whole, images, sides, parts), *map(both, larger))
+    at_first = both(first) if len({*itertools.chain(*images)}) > 1 or _promising(whole, first / most, parts) else ()
+    found = itertools.chain(at_first, _apart(seen, whole, images, sides, parts), *map(both, larger))
     return next(found, {})
+
+
+def _promising(whole: Sequence[_Operator], share: float, parts: Parts) -> bool:
+    """Whether images that are smaller by ``share`` may do, if all sizes are by as much: to run them takes longer."""
+    return all(
+        any(_alike(size, round_(size * share), kernel.reach, parts.either) for round_ in (math.floor, math.ceil))
+        for operator in whole
+        for kernel, size in zip(operator.kernels, operator.given[-len(operator.kernels) :], strict=False)
+    )
 
 
 def _apart(seen: _Seen, whole: Sequence[_Operator], images: Images, sides: Sequence[int], parts: Parts) -> Iterator[Sizes]:
@@ -118,9 +129,22 @@ def _apart(seen: _Seen, whole: Sequence[_Operator], images: Images, sides: Seque
     def fits(sizes: Sizes) -> bool:
         return seen.alike(sizes, whole, each)
 
-    height = next((side for side in sides if fits(_lower(images, side))), None)
+    def promising(probe: Sequence[_Operator], whole_side: int) -> Iterator[int]:
+        """The sides that may do, if all sizes lie between those of the probe and of the whole as they themselves do."""
+        for side in sides:
+            share = (side - sides[0]) / max(whole_side - sides[0], 1)
+            if len(images) > 1 or all(
+                any(_alike(one, round_(two + (one - two) * share), 0, numbers) for round_ in (math.floor, math.ceil))
+                for operator, small, parts_of_it in zip(whole, probe, each, strict=True)
+                for shapes in zip(operator.sizes, small.sizes, parts_of_it, strict=True)
+                for one, two, numbers in zip(*shapes, strict=True)
+            ):
+                yield side
+
+    (tallest, widest) = map(max, zip(*images, strict=True))
+    height = next((side for side in promising(lower, tallest) if fits(_lower(images, side))), None)
     heights = _lower(images, height) if height else {}
-    together = (_narrower(images, side, heights) for side in sides if fits(_narrower(images, side)))
+    together = (_narrower(images, side, heights) for side in promising(narrower, widest) if fits(_narrower(images, side)))
     yield from (sizes for sizes in together if _still_differ(sizes) and fits(sizes))
     if heights and _still_differ(heights):
         yield heights
