@@ -57,12 +57,16 @@ class _Comparison:
         divided = case.divide()
         without_own_dropout(divided._inner[0])
         needs = Needs.of_model(divided)
-        expected = wanted(case, self._batch, self._fabric, needs, parts_of(divided), self._watch)
+        before: dict[str, Tensor] = {}
+
+        def prepare() -> None:
+            if case.dtype is torch.float64:
+                _to_double(divided)
+            before.update(_sketches(divided))
+
+        expected = wanted(case, self._batch, self._fabric, needs, parts_of(divided), self._watch, prepare)
         self._batch = cropped(self._batch, expected.sizes)
         self._found.sizes = expected.sizes
-        if case.dtype is torch.float64:
-            _to_double(divided)
-        before = _sketches(divided)
         with watching(self._watch, divided, phase):
             self._step(divided, expected, phase)
         self._gradients(divided, expected, phase)

@@ -187,14 +187,20 @@ class Wanted:
             self.updates[name] = Update(seed, tensors[0], of, step)
 
 
-def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, parts: Parts, watch: Watch | None) -> Wanted:
-    """Run the ordinary model, or be told what another process has found. All processes must call it. ``parts``: of images.
+def wanted(
+    case: Case, batch: Batch, fabric: Fabric, needs: Needs, parts: Parts, watch: Watch | None, meanwhile: Callable[[], None]
+) -> Wanted:
+    """Run the ordinary model, or be told what another process has found. All processes must call it.
+
+    ``parts``: of images. ``meanwhile``: what is to be done once needs are known; before anything is told, while the other process
+    has its model made, and otherwise when that one's memory has been given back.
 
     Raises `NotInDouble` and `NotSmaller` on all processes, and what the ordinary model raises, on those that do not run it as
     `RuntimeError`."""
     source, line, served = _line(case, fabric)
     if source != fabric.rank:
         line.send(source, needs.to_json())
+        meanwhile()
         found = Wanted()
         while True:
             (what, about), tensors = line.receive(source)
@@ -222,6 +228,7 @@ def wanted(case: Case, batch: Batch, fabric: Fabric, needs: Needs, parts: Parts,
         raise _AGAIN[reason] from error
     if error is not None:
         raise error
+    meanwhile()
     return serving.own
 
 
