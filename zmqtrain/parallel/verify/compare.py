@@ -5,7 +5,9 @@ Every process compares its own part: nothing is gathered but a few numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +52,7 @@ class _Comparison:
         self._case, self._fabric, self._watch = case, fabric, watch
         self._batch = _in(case.batch, case.dtype)
         self._found = Found()
+        self._gradient_sketches: dict[str, Tensor] = {}
         self._unsure: list[Difference] = []
 
     def run(self) -> Found:
@@ -111,7 +114,7 @@ class _Comparison:
 
     def _step(self, model: ParallelModel, expected: Wanted, phase: Phase) -> None:
         loss = self._forward(model, expected, phase, "first")
-        with turn():  # what is computed again draws again
+        with turn(), _sketching(model, self._gradient_sketches):  # what is computed again draws again
             loss.backward()  # type: ignore[no-untyped-call]
         by, of = abs(self._sum(self._found.loss) - expected.loss), abs(expected.loss)
         self._compared(phase, "loss", "", by if by == by else float("inf"), of, 0)
@@ -135,7 +138,7 @@ class _Comparison:
 
     def _gradients(self, divided: ParallelModel, expected: Wanted, phase: Phase) -> None:
         """The sums of `sketch` are the sketches of the sums, and are all that travels."""
-        found = _sums(divided)
+        found = _sums(divided, self._gradient_sketches)
         called, every = expected.order, len(list(divided.parameters()))
         most = max((of for (what, _), of in expected.largest.items() if what == "gradient"), default=0.0)
         for number, (name, _) in enumerate(divided.named_parameters()):
@@ -213,16 +216,32 @@ def _sketches(divided: ParallelModel) -> dict[str, Tensor]:
     return {name: sketch(each).clone() for name, each in divided.named_parameters()}
 
 
-def _sums(divided: ParallelModel) -> dict[str, nn.Parameter]:
-    """By the names of parameters, what stands for each: its gradient is the `sketch` of the sum of the parameter's own, which is
-    freed."""
+@contextmanager
+def _sketching(divided: ParallelModel, found: dict[str, Tensor]) -> Iterator[None]:
+    """Within, parameters' gradients are forgotten as soon as they are there. ``found`` gets the `sketch` of each, by name."""
+
+    def ready(name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            own = sketch(gradient)
+            found[name] = found[name] + own if name in found else own
+
+    named = [(name, each) for name, each in divided.named_parameters() if each.requires_grad]
+    handles = [each.register_post_accumulate_grad_hook(partial(ready, name)) for name, each in named]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sums(divided: ParallelModel, sketches: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """By the names of parameters, what stands for each: its gradient is the sum of all processes' ``sketches``."""
     found: dict[str, nn.Parameter] = {}
     for name, parameter in divided.named_parameters():
-        gradient, parameter.grad = parameter.grad, None
         if parameter.requires_grad and parameter.numel():
-            own = sketch(parameter if gradient is None else gradient)
-            found[name] = nn.Parameter(torch.empty_like(own))
-            found[name].grad = None if gradient is None else own
+            found[name] = nn.Parameter(torch.empty_like(sketches[name] if name in sketches else sketch(parameter)))
+            found[name].grad = sketches.get(name)
     sum_at_once(found.items(), divided.fabric, divided.shards_by_name())
     return found
 
