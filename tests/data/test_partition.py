@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqtrain.data.partition import Partition, even_bounds
+from zmqtrain.data.partition import Partition, Since, even_bounds
 from zmqtrain.errors import UsageError
 
 
@@ -59,3 +59,29 @@ def test_too_few_samples_are_an_error() -> None:
         Partition(31, 4, 2, 8, seed=1)
     with pytest.raises(UsageError, match="batch_size = 2 is smaller than group_size = 3"):
         Partition(100, 1, 3, 2, seed=1)
+
+
+@given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 12)), min_size=1, max_size=4))
+def test_other_groups_go_on_where_the_last_ones_were(more: int, runs: list[tuple[int, int, int]]) -> None:
+    """Each sample at most once an epoch, and an epoch ends only where fewer are left than a step takes."""
+    samples = 20 + more
+    since, trained, epochs = Since(), 0, 0
+    left: set[int] = set(range(samples))
+    for groups, batch, steps in runs:
+        partition = Partition(samples, groups, 1, batch, seed=1, since=since)
+        stop = since.step + steps
+        for step in range(since.step, stop + 1):
+            if len(left) < groups * batch:
+                epochs, left = epochs + 1, set(range(samples))
+                assert partition.end(epochs) == step
+            assert partition.end(epochs + 1) > step
+            assert partition.place(step) == (epochs, samples - len(left))
+            assert partition.trained(step) == trained
+            if step < stop:
+                mine = partition.run(step, 0, groups * batch).tolist()
+                assert len(mine) == groups * batch
+                assert left >= set(mine)
+                left -= set(mine)
+                trained += len(mine)
+        since = partition.going_on(stop)
+        assert (since.step, since.trained) == (stop, trained)

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import json
 import os
+import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.resume.draws import DONE, KILL, SAMPLES, Draw, Interruption, draw
 from zmqtrain import Task
-from zmqtrain.simulate.faults import kill
+from zmqtrain.simulate.faults import kill, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
@@ -50,14 +53,17 @@ class Numbered(nn.Module):
 class Recipe:
     """A task whose models can be looked at afterwards."""
 
-    def __init__(self, drawn: Draw) -> None:
-        self._drawn = drawn
+    def __init__(self, drawn: Draw, *, norms: bool = True) -> None:
+        """``norms``: with a layer that sees a worker's whole batch."""
+        self._drawn, self._norms = drawn, norms
         generator = torch.Generator().manual_seed(5)
         self._x = torch.randn(SAMPLES, FEATURES, dtype=torch.float64, generator=generator)
         if not drawn.divided:
             self._x = torch.cat([torch.arange(SAMPLES, dtype=torch.float64)[:, None], self._x], 1)
         self._y = torch.randint(3, (SAMPLES,), generator=generator)
         self.models: list[nn.Module] = []
+        self.began: list[dict[str, torch.Tensor]] = []
+        """The parameters with which each of them trained first."""
 
     def task(self) -> Task:
         data = TensorDataset(self._x, self._y)
@@ -65,9 +71,21 @@ class Recipe:
 
     def _model(self) -> nn.Module:
         first: list[nn.Module] = [] if self._drawn.divided else [Numbered()]
-        layers = [nn.Linear(FEATURES, 7), nn.BatchNorm1d(7) if not self._drawn.divided else nn.Tanh(), nn.Tanh()]
+        layers = [nn.Linear(FEATURES, 7), self._norm(), nn.Tanh()]
         self.models.append(nn.Sequential(*first, *layers, nn.Linear(7, 4), nn.Linear(4, 3)).double())
+        if not self._drawn.divided and not self._drawn.exchange.get("merged_fc"):
+            handle = self.models[-1].register_forward_pre_hook(lambda model, _: self._begin(model, handle))
         return self.models[-1]
+
+    def _norm(self) -> nn.Module:
+        if self._drawn.divided:
+            return nn.Tanh()
+        return nn.BatchNorm1d(7) if self._norms else nn.LayerNorm(7)
+
+    def _begin(self, model: nn.Module, handle: Any) -> None:
+        if model.training:
+            self.began.append({name: each.detach().clone() for name, each in model.named_parameters()})
+            handle.remove()
 
     def _optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         if self._drawn.optimizer == "adam":
@@ -78,9 +96,11 @@ class Recipe:
 class Ran:
     """One run of the draw, or a part of it."""
 
-    def __init__(self, folder: Path, drawn: Draw, *, steps: int, resume: Path | None, **how: Any) -> None:
+    def __init__(
+        self, folder: Path, drawn: Draw, *, steps: int | None, resume: Path | None, norms: bool = True, **how: Any
+    ) -> None:
         self.checkpoints = folder / "checkpoints"
-        self.recipe = Recipe(drawn)
+        self.recipe = Recipe(drawn, norms=norms)
         self.first = 0 if resume is None else Checkpoint(resume).step
         self.events: list[Mapping[str, Any]] = []
         self.failed: list[str] = []
@@ -131,15 +151,16 @@ class Ran:
         return int(self.recipe._drawn.sections["compute"]["accumulate"])
 
 
-def topology_of(folder: Path, drawn: Draw, steps: int) -> Topology:
+def topology_of(folder: Path, drawn: Draw, steps: int | None) -> Topology:
     folder.mkdir(parents=True, exist_ok=True)
     profile = folder / "profile.json"
     layers = [{"name": name, "numel": numel, "forward_s": 0.002, "backward_s": 0.004} for name, numel in LAYERS.items()]
     profile.write_text(json.dumps({"layers": layers}))
     sections = drawn.sections
+    length = {} if steps is None else {"steps": steps}
     document: dict[str, Any] = {
         **sections,
-        "job": {"task": "given:task", "steps": steps, "timeout": "20 s", "oversubscribe": True, **sections["job"]},
+        "job": {"task": "given:task", "timeout": "20 s", "oversubscribe": True, **length, **sections["job"]},
         "hosts": [{"name": "h[1-4]", "slots": 2}],
         "compute": {"profile": str(profile), "device": "cpu" if drawn.divided else "modelled", **sections["compute"]},
         "network": {"bandwidth": "1 Gbit/s", "latency": "100 us"},
@@ -224,6 +245,75 @@ def test_a_run_goes_on_with_other_servers(seed: int, tmp_path: Path) -> None:
         assert ledger | rest.ledger(drawn.steps) == whole.ledger(drawn.steps)
 
 
+@pytest.mark.parametrize("seed", range(FIRST_DRAW + 2000, FIRST_DRAW + 2000 + DRAWS))
+def test_a_run_goes_on_with_other_groups(seed: int, tmp_path: Path) -> None:
+    """Groups, their size and, in every second draw, the samples of a step of all of them are others."""
+    drawn = next(each for each in (draw(seed + 10_000 * turn) for turn in range(1000)) if regroups(each))
+    chance = random.Random(f"groups {seed}")
+    compute, exchange, job = (drawn.sections[name] for name in ("compute", "exchange", "job"))
+    was = compute["groups"], compute["batch_size"]
+    ring = drawn.sections["data"]["shuffle"] == "ring"
+    every = exchange["every"] if exchange["kind"] == "allreduce" and not ring else 1
+    if ring and exchange["kind"] == "allreduce":
+        exchange["every"] = 1
+    lap = -(-SAMPLES // was[0] // was[1]) if ring else 1
+    half = max(lap, chance.randint(1, 5) // every * every or every)
+    half = half // lap * lap
+    job["checkpoint_every"] = half
+    whole = Ran(tmp_path / "whole", drawn, steps=half + 6, resume=None, norms=False)
+    part = Ran(tmp_path / "part", drawn, steps=half, resume=None, norms=False)
+    assert part.result.ending.status == "done", part.result.ending
+    assert part.newest is not None
+    least = 2 if exchange["kind"] in ("gossip", "averaging") else 1
+    same = seed % 2 == 0
+    others = [groups for groups in range(least, 5) if groups != was[0] and not (same and was[0] * was[1] % groups)]
+    compute["groups"] = chance.choice(others)
+    compute["batch_size"] = was[0] * was[1] // compute["groups"] if same else chance.choice([4, 8, 4 if ring else 10])
+    if not exchange.get("merged_fc") and not drawn.divided:
+        compute["group_size"] = chance.choice([1, 2]) if compute["groups"] < 4 else 1
+    rest = Ran(tmp_path / "rest", drawn, steps=half + 6, resume=part.newest, norms=False)
+    assert rest.result.ending.status == "done", rest.result.ending
+    assert rest.first == half
+    in_step = exchange["kind"] == "allreduce" or exchange.get("staleness") == "sync"
+    if in_step and same and not ring and exchange.get("compression", "none") == "none":
+        assert rest.newest is not None
+        assert whole.newest is not None
+        mine, theirs = (load_file(ran.newest / "model.safetensors") for ran in (rest, whole))
+        for name, tensor in mine.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-11)
+    kept = load_file(part.newest / "model.safetensors")
+    for began in rest.recipe.began:
+        for name, tensor in began.items():
+            torch.testing.assert_close(tensor, kept[name], rtol=1e-12, atol=1e-14)
+    if not drawn.divided:
+        assert_each_once({**part.ledger(half), **rest.ledger(half + 6)}, half, was, compute, ring=ring)
+
+
+def assert_each_once(
+    ledger: Mapping[int, list[tuple[int, ...]]], half: int, was: tuple[int, int], compute: Mapping[str, Any], *, ring: bool
+) -> None:
+    """No epoch has a sample twice, and as many as fill steps: of the old groups before ``half``, and of the others after it."""
+    seen: set[int] = set()
+    for step in range(len(ledger)):
+        groups, batch = was if step < half else (compute["groups"], compute["batch_size"])
+        mine = [number for samples in ledger[step] for number in samples]
+        left = SAMPLES - len(seen)
+        if left == 0 or (not ring and left < groups * batch):
+            seen.clear()
+        assert ring or len(mine) == groups * batch
+        assert len(set(mine)) == len(mine)
+        assert not seen & set(mine), step
+        seen |= set(mine)
+
+
+def regroups(drawn: Draw) -> bool:
+    """Whether a checkpoint of it keeps nothing of each group's own."""
+    exchange = drawn.sections["exchange"]
+    averaging = exchange.get("averaging", {})
+    whole = averaging.get("deltas", "float32") == "float32"
+    return whole and exchange.get("compression", "none") in ("none", "fp16") and not averaging.get("overlap_steps")
+
+
 def suits(drawn: Draw) -> bool:
     """Whether servers have all that its checkpoints keep of gradients."""
     exchange = drawn.sections["exchange"]
@@ -261,3 +351,47 @@ def test_a_run_begins_again_by_itself(seed: int, tmp_path: Path) -> None:
     elif drawn.close:
         for mine, theirs in zip(trained, whole.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "model_server"])
+def test_who_comes_back_after_other_groups_went_on_takes_its_part(kind: str, tmp_path: Path) -> None:
+    """It has not read the checkpoint, but knows which samples a step takes."""
+    exchange = {"kind": kind} if kind == "allreduce" else {"kind": kind, "staleness": "async", "merged_fc": False}
+    sections: dict[str, dict[str, Any]] = {
+        "job": {"seed": 1, "checkpoint_every": 2, "elastic": True, "restarts": 3},
+        "compute": {"groups": 2, "group_size": 1, "batch_size": 16, "accumulate": 1, "bucket_size": "4 MiB"},
+        "exchange": exchange,
+        "data": {"shuffle": "global"},
+    }
+    drawn = Draw(0, sections, 2, "sgd", ())
+    part = Ran(tmp_path / "part", drawn, steps=2, resume=None, norms=False)
+    assert part.newest is not None
+    sections["compute"] |= {"groups": 3, "batch_size": 8}  # one step more in the first epoch, then four in each
+    sections["job"] |= {"epochs": 5}
+    calm = Ran(tmp_path / "calm", drawn, steps=None, resume=part.newest, norms=False)
+    faults = [restart("worker/1", at=0.2 * calm.result.seconds, after=0.01 * calm.result.seconds)]
+    rest = Ran(tmp_path / "rest", drawn, steps=None, resume=part.newest, norms=False, faults=faults)
+    assert rest.result.ending.status == "done", rest.result.ending
+    assert len(rest.recipe.models) > len(calm.recipe.models)
+    expected, found = (Counter(n for model in ran.recipe.models for part in model[0].trained for n in part) for ran in (calm, rest))
+    assert expected.total() == 24 + 4 * 96
+    assert not expected - found
+
+
+def test_what_lost_workers_have_left_is_for_as_many_groups(tmp_path: Path) -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "job": {"seed": 1, "checkpoint_every": 1, "elastic": True},
+        "compute": {"groups": 3, "group_size": 1, "batch_size": 8, "accumulate": 1, "bucket_size": "4 MiB"},
+        "exchange": {"kind": "allreduce"},
+        "data": {"shuffle": "global"},
+    }
+    drawn = Draw(0, sections, 6, "sgd", ())
+    part = Ran(tmp_path / "part", drawn, steps=6, resume=None, faults=[kill("worker/1", step=3)])
+    assert part.newest is not None
+    assert part.result.ending.status == "done", part.result.ending
+    rest = Ran(tmp_path / "rest", drawn, steps=8, resume=part.newest)
+    assert rest.result.ending.status == "done", rest.result.ending
+    sections["compute"] |= {"groups": 2}
+    other = Ran(tmp_path / "other", drawn, steps=8, resume=part.newest)
+    assert other.result.ending.exit_code == 66
+    assert "what these had left is counted in the batches of 3 groups with batch_size = 8" in str(other.result.ending.error)

@@ -25,6 +25,17 @@ def even_bounds(count: int, parts: int, part: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Since:
+    """Where a run begins, or goes on with other groups or batches: ``step`` takes the samples from ``offset`` of ``epoch`` on."""
+
+    step: int = 0
+    epoch: int = 0
+    offset: int = 0
+    trained: int = 0
+    """The samples of all steps before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Partition:
     """The training samples, divided over steps, groups and the workers of a group.
 
@@ -42,6 +53,8 @@ class Partition:
     shuffle: Literal["global", "none"] = "global"
     order: Callable[[int], Indices] | None = None
     """All samples of an epoch in order, if something other than ``shuffle`` determines it."""
+    since: Since = Since()
+    """Earlier steps are not this partition's."""
 
     def __post_init__(self) -> None:
         if self.batch_size < self.group_size:
@@ -63,7 +76,35 @@ class Partition:
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of steps in an epoch that begins with its first sample."""
         return self.samples // self.step_samples
+
+    @property
+    def _steps_first(self) -> int:
+        """The number of steps in what is left of the epoch with which it begins."""
+        return (self.samples - self.since.offset) // self.step_samples
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The epoch of ``step``, and how many samples of its order come before this step's."""
+        since = self.since
+        done = step - since.step
+        if done < self._steps_first:
+            return since.epoch, since.offset + done * self.step_samples
+        epochs, steps = divmod(done - self._steps_first, self.steps_per_epoch)
+        return since.epoch + 1 + epochs, steps * self.step_samples
+
+    def end(self, epochs: int) -> int:
+        """The step before which so many epochs end."""
+        more = epochs - self.since.epoch - 1
+        return self.since.step + (self._steps_first + more * self.steps_per_epoch if more >= 0 else 0)
+
+    def trained(self, step: int) -> int:
+        """The number of samples of all steps before ``step``."""
+        return self.since.trained + (step - self.since.step) * self.step_samples
+
+    def going_on(self, step: int) -> Since:
+        """Where another partition of the same samples begins with ``step``, to go on where this one was."""
+        return Since(step, *self.place(step), self.trained(step))
 
     def indices(self, step: int, group: int, position: int) -> Indices:
         """The samples that the worker takes at ``step``, which counts from 0 over all epochs, if all parts are even."""
@@ -80,8 +121,7 @@ class Partition:
 
     def run(self, step: int, start: int, stop: int) -> Indices:
         """Of the samples that all groups take at ``step``, those from ``start`` up to ``stop`` (at most `step_samples`)."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        begin = place * self.step_samples
+        epoch, begin = self.place(step)
         order = _order(self.samples, self.seed, epoch, self.shuffle) if self.order is None else self.order(epoch)
         return order[begin + start : begin + stop]
 

@@ -96,6 +96,11 @@ class RingLoader:
         endpoint.serve(_PARTS, self._on_parts)
         endpoint.serve(_WANT, self._on_want)
 
+    def begin_at(self, step: int) -> None:
+        """The first lap begins with ``step``. Call it before the first block."""
+        if not self._late:  # then others say which ring it is
+            self._plan.begin_at(step)
+
     def change(self, step: int, members: tuple[PeerId, ...]) -> None:
         """These are the members from ``step`` on (`zmqtrain.exchange.members.Members.on_change`)."""
         if self._late and self._comes is not None and step > self._comes:  # it takes part before that

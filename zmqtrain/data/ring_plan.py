@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zmqtrain.data.partition import Indices
 from zmqtrain.data.ring import Ring
@@ -21,6 +22,13 @@ class RingPlan:
         if tuple(members) != before:
             places = [before.index(peer) if peer in before else None for peer in members]
             self._eras.append((ring.changed(step, places), tuple(members)))
+
+    def begin_at(self, step: int) -> None:
+        """The first lap begins with ``step``, and not with step 0."""
+        (ring, members), *changes = self._eras
+        self._eras = [(replace(ring, since=step), members)]
+        for later, others in changes:
+            self.change(later.since, others)
 
     def begin(self, ring: Ring, members: Sequence[PeerId]) -> None:
         """Adopt the ring that another member announced, and discard the previous one."""

@@ -32,6 +32,8 @@ NOTHING = "checkpoint_nothing"
 MEMBERS = "members"
 #: A key in place of a part that the checkpoint lacks because its worker was lost: the rank of a neighbour.
 STANDS_IN = "stands in"
+#: A key in the sidecar of a worker's part: which samples a step takes.
+COURSE = "course"
 #: Errors that invalid values in a checkpoint may cause.
 _OF_VALUES = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
 #: Before the name of a part: as the run that wrote the checkpoint named it, whose groups may have had another size.

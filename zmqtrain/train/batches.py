@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import astuple, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +16,7 @@ from zmqtrain.data.blocks import Contents, TensorContents
 from zmqtrain.data.division import spans_of
 from zmqtrain.data.ledger import Promise
 from zmqtrain.data.loader import Fetch, Finish, Loader, Reader
-from zmqtrain.data.partition import Indices, Partition, even_bounds
+from zmqtrain.data.partition import Indices, Partition, Since, even_bounds
 from zmqtrain.data.processes import Processes
 from zmqtrain.data.ring import Ring
 from zmqtrain.data.ring_loader import RingLoader
@@ -29,7 +31,10 @@ from zmqtrain.topology.elastic import ASKING
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.shares import Shares, in_step
 from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.words import counted
 
+#: Of a course: the number of groups, the samples of a group in a step, and the fields of `zmqtrain.data.partition.Since`.
+GROUPS, BATCH, SINCE = "groups", "batch_size", "since"
 _OTHER_DATA = "says what these have left to train: resume with the same data, in a run that may lose workers ([job] elastic)"
 
 
@@ -59,6 +64,14 @@ class Batches(Protocol):
         """The epoch of ``step``, which is being computed or comes next."""
         ...
 
+    def end(self, epochs: int) -> int | None:
+        """The step before which so many epochs end; ``None`` if it is not known before the data ends."""
+        ...
+
+    def trained(self, step: int) -> int:
+        """The number of samples of all steps before ``step``, if no worker is lost."""
+        ...
+
     async def batch(self, step: int, *, ahead: bool) -> Batch:
         """The batch of ``step``. ``ahead``: another step follows, so its batch may be fetched in the meantime."""
         ...
@@ -81,23 +94,54 @@ class Batches(Protocol):
     def load_state_dict(self, state: object) -> None:
         """Continue from ``state``, a result of `state_dict`. Raises `CheckpointError` if it belongs to other data."""
 
+    def course(self) -> dict[str, Any]:
+        """Which samples a step takes: what `take_course` needs, also in a run with other groups or batches."""
+        ...
+
+    def take_course(self, course: Mapping[str, Any], step: int, *, left: bool) -> None:
+        """Go on with ``step`` where the run was whose `course` this is. ``left``: its `state_dict` said more of that than the step.
+        Call it before `load_state_dict`. Raises `CheckpointError` if this run's steps cannot begin there."""
+
     async def close(self, timeout_s: float) -> None: ...
 
 
 class _Counted:
     """What batches from a known number of samples have in common."""
 
-    def __init__(self, samples: int, steps_per_epoch: int, promise: Promise) -> None:
-        self.samples: int | None = samples
-        self.steps_per_epoch: int | None = steps_per_epoch
+    def __init__(self, partition: Partition, promise: Promise) -> None:
+        self.samples: int | None = partition.samples
+        self.steps_per_epoch: int | None = partition.steps_per_epoch
         self.promise = promise
-        self._steps = steps_per_epoch
+        self._partition = partition
 
     async def more(self, step: int) -> bool:
         return True
 
     def epoch(self, step: int) -> int:
-        return step // self._steps
+        return self._partition.place(step)[0]
+
+    def end(self, epochs: int) -> int | None:
+        return self._partition.end(epochs)
+
+    def trained(self, step: int) -> int:
+        return self._partition.trained(step)
+
+    def course(self) -> dict[str, Any]:
+        mine = self._partition
+        return {GROUPS: mine.groups, BATCH: mine.batch_size, SINCE: list(astuple(mine.since))}
+
+    def take_course(self, course: Mapping[str, Any], step: int, *, left: bool) -> None:
+        mine, (groups, batch_size, since) = self._partition, _read(course)
+        was = replace(mine, groups=groups, batch_size=batch_size, group_size=1, since=since)
+        if (was.groups, was.batch_size) == (mine.groups, mine.batch_size):
+            self._partition = replace(mine, since=was.since)
+            return
+        if left:
+            raise CheckpointError(
+                f"the checkpoint was written when workers had been lost, and what these had left is counted in the batches of "
+                f"{_in_words(course)}: resume with these, or from an earlier checkpoint"
+            )
+        self._partition = replace(mine, since=was.going_on(step))
 
     def group_samples(self, step: int) -> float | None:
         return None
@@ -137,10 +181,10 @@ class OrderedBatches(_Counted):
             start, stop = even_bounds(partition.batch_size, count, index)
             return group * partition.batch_size + start, group * partition.batch_size + stop
 
-        super().__init__(partition.samples, partition.steps_per_epoch, Promise.of_dataset(source, partition))
+        super().__init__(partition, Promise.of_dataset(source, partition))
         self._loader = Loader(
             Fetch(reader_of(source), finish),
-            lambda step: partition.run(step, *bounds(step)),
+            lambda step: self._partition.run(step, *bounds(step)),
             (seed, same_samples(context)),
             thread,
             processes=processes,
@@ -175,8 +219,8 @@ class SlottedBatches(_Counted):
         thread: Background,
         processes: Processes | None,
     ) -> None:
-        super().__init__(partition.samples, partition.steps_per_epoch, Promise.of_dataset(source, partition, survives=True))
-        self._partition, self._members = partition, members
+        super().__init__(partition, Promise.of_dataset(source, partition, survives=True))
+        self._members = members
         self._next = 0
         self._loader = Loader(
             Fetch(reader_of(source), finish),
@@ -210,7 +254,7 @@ class SlottedBatches(_Counted):
         return self._members.slot(step) is not None
 
     def epoch(self, step: int) -> int:
-        return self._place(step)[1] // self._steps
+        return self._partition.place(self._place(step)[1])[0]
 
     async def batch(self, step: int, *, ahead: bool) -> Batch:
         plan = self._members.slots
@@ -257,12 +301,12 @@ class DividedBatches(_Counted):
         thread: Background,
         processes: Processes | None,
     ) -> None:
-        super().__init__(partition.samples, partition.steps_per_epoch, Promise.of_dataset(source, partition, survives=True))
-        self._partition, self._members = partition, members
+        super().__init__(partition, Promise.of_dataset(source, partition, survives=True))
+        self._members = members
         self._next = 0
         self._loader = Loader(
             Fetch(reader_of(source), finish),
-            lambda step: partition.of_spans(members.spans(step)),
+            lambda step: self._partition.of_spans(members.spans(step)),
             (context.topology.job.seed, same_samples(context)),
             thread,
             processes=processes,
@@ -271,7 +315,7 @@ class DividedBatches(_Counted):
 
     def epoch(self, step: int) -> int:
         spans = self._members.spans(step)
-        return spans[0][0] // (self._steps * self._partition.step_samples)
+        return self._partition.place(spans[0][0] // self._partition.step_samples)[0]
 
     async def batch(self, step: int, *, ahead: bool) -> Batch:
         division = self._members.division
@@ -304,20 +348,64 @@ class DividedBatches(_Counted):
         await self._loader.close(timeout_s)
 
 
-class RingBatches(_Counted):
+class RingBatches:
     """Implements `Batches` with `RingLoader`."""
 
     def __init__(
         self, context: RoleContext, source: Source, samples: int, members: Members, finish: Finish, thread: Background
     ) -> None:
         self._seed = (context.topology.job.seed, same_samples(context))
-        steps = Ring.of(samples, context.placement.groups, context.topology.compute.batch_size, self._seed[0]).steps
-        super().__init__(samples, steps, Promise.of_ring(survives=members.survives))
+        self._ring = Ring.of(samples, context.placement.groups, context.topology.compute.batch_size, self._seed[0])
+        self._since = Since()
+        self.samples: int | None = samples
+        self.steps_per_epoch: int | None = self._ring.steps
+        self.promise = Promise.of_ring(survives=members.survives)
         reader = reader_of(source)
         self._fetch, self._thread = Fetch(reader, finish), thread
         self._keep = source.transform is not None  # the transform may write to its input, so it gets a copy
         self._mean = in_step(context.topology)
         self.ring = ring_loader(context, samples, members, TensorContents(reader.collated), thread)
+
+    async def more(self, step: int) -> bool:
+        return True
+
+    def epoch(self, step: int) -> int:
+        return self._since.epoch + (step - self._since.step) // self._ring.steps
+
+    def end(self, epochs: int) -> int | None:
+        return self._since.step + max(0, epochs - self._since.epoch) * self._ring.steps
+
+    def trained(self, step: int) -> int:
+        ring, since = self._ring, self._since
+        laps, more = divmod(step - since.step, ring.steps)
+        whole = laps * sum(map(len, ring.parts))
+        return since.trained + whole + sum(ring.samples_at(since.step + slot) for slot in range(more))
+
+    def course(self) -> dict[str, Any]:
+        return {GROUPS: self._ring.peers, BATCH: self._ring.batch_size, SINCE: list(astuple(self._since))}
+
+    def take_course(self, course: Mapping[str, Any], step: int, *, left: bool) -> None:
+        """With other groups or batches the ring is divided anew, so only between two laps."""
+        groups, batch_size, since = _read(course)
+        if (groups, batch_size) != (self._ring.peers, self._ring.batch_size):
+            assert self.samples is not None
+            was = Ring.of(self.samples, groups, batch_size, self._seed[0])
+            laps, more = divmod(step - since.step, was.steps)
+            if more:
+                raise CheckpointError(
+                    f"the checkpoint was written within a lap of the sample ring, which is divided in another way among "
+                    f"{_in_words(course)}: resume with these, or from a checkpoint after a lap (every {was.steps} steps since step "
+                    f"{since.step})"
+                )
+            since = Since(step, since.epoch + laps, trained=since.trained + laps * self.samples)
+        self._since, self._ring = since, replace(self._ring, since=since.step)
+        self.ring.begin_at(since.step)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None
+
+    def load_state_dict(self, state: object) -> None:
+        return None
 
     async def batch(self, step: int, *, ahead: bool) -> Batch:
         block = await self.ring.block(step)
@@ -373,6 +461,8 @@ class StreamBatches:
             peers = tuple(worker.peer for worker in placement.workers)
             self._world = Group(context.endpoint, peers, role.index, "data", timeout_s=context.timeouts.barrier_s)
         self._recorder = context.recorder
+        self._course = {GROUPS: placement.groups, BATCH: topology.compute.batch_size}
+        self._apart = source.shard is not None
         self.promise = Promise.of_stream(source)
 
     async def more(self, step: int) -> bool:
@@ -400,6 +490,25 @@ class StreamBatches:
     def epoch(self, step: int) -> int:
         return self._loader.position.epoch
 
+    def end(self, epochs: int) -> int | None:
+        return None
+
+    def trained(self, step: int) -> int:
+        return step * self._course[GROUPS] * self._course[BATCH]
+
+    def course(self) -> dict[str, Any]:
+        return dict(self._course)
+
+    def take_course(self, course: Mapping[str, Any], step: int, *, left: bool) -> None:
+        """Other groups go on only where all read the whole stream, and take as many samples of it in a step as before."""
+        was, now = course[GROUPS] * course[BATCH], self._course[GROUPS] * self._course[BATCH]
+        if course == self._course or (was == now and not self._apart):
+            return
+        why = "a part of its own for each of their workers" if self._apart else f"{was} samples a step, where it is {now} now"
+        raise CheckpointError(
+            f"the checkpoint says how far {_in_words(course)} have read the stream {self._name}, {why}: resume with these"
+        )
+
     async def batch(self, step: int, *, ahead: bool) -> Batch:
         return await self._loader.take(ahead=ahead)
 
@@ -422,6 +531,19 @@ class StreamBatches:
 
     async def close(self, timeout_s: float) -> None:
         await self._loader.close(timeout_s)
+
+
+def _read(course: Mapping[str, Any]) -> tuple[int, int, Since]:
+    """Groups, samples of a group in a step, and where these begin. Raises `ValueError`."""
+    match course:
+        case {"groups": int(groups), "batch_size": int(batch_size), "since": [int(), int(), int(), int()] as since}:
+            if groups > 0 and batch_size > 0 and min(since) >= 0:
+                return groups, batch_size, Since(*since)
+    raise ValueError(f"{course!r:.100} does not say which samples a step takes")
+
+
+def _in_words(course: Mapping[str, Any]) -> str:
+    return f"{counted(course[GROUPS], 'group')} with batch_size = {course[BATCH]!r:.20}"
 
 
 def _check_stream(source: Source, context: RoleContext, *, limited: bool) -> None:

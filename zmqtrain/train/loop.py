@@ -95,6 +95,8 @@ class TrainLoop:
         """Train to the end."""
         work, exchange, job, stop_point = self.work, self.exchange, self._job, self._part.stop_point
         members = self._members
+        if members.late:
+            await work.take_course(self._endpoint)
         restored = None if members.late else await work.restore(self._endpoint, exchange)
         members.limits = self._limits()
         if not members.late:
@@ -107,16 +109,17 @@ class TrainLoop:
         if restored is None:
             for _ in range(first):
                 work.after_step()
-        self._samples = first * self._job_batch * self._context.placement.groups
+        self._samples = work.trained(first)
         if members.division is not None:
             left, taken = members.division.rest(first)
-            self._samples = taken - length_of(left)
+            self._samples += taken - length_of(left) - first * members.division.batch
         if members.slots is not None:
             members.slots.steps, members.slots.total = members.limits
         if members.division is not None:
             members.division.steps = job.steps if job.until is None else job.until.max_steps
-            if members.division.steps is None and job.until is None and work.steps_per_epoch is not None:
-                members.division.total = (job.epochs or 1) * work.steps_per_epoch * members.division.batch
+            end = work.end(job.epochs or 1)
+            if members.division.steps is None and job.until is None and end is not None:
+                members.division.total = end * members.division.batch
         self._recorder.event("start", step=first, steps=self._steps(), restored=restored is not None, **work.describe())
         announce(self._context, work.shares, first)
         elastic = self._part.served_elastically
@@ -200,11 +203,11 @@ class TrainLoop:
 
     def _limits(self) -> tuple[int | None, int | None]:
         """The steps, or the slots (`zmqtrain.data.slots`), after which training ends, as far as the job says so."""
-        job, each = self._job, self.work.steps_per_epoch
+        job, end = self._job, self.work.end(self._job.epochs or 1)
         steps = job.steps if job.until is None else job.until.max_steps
-        if steps is not None or job.until is not None or each is None:
+        if steps is not None or job.until is not None or end is None:
             return steps, None
-        return None, (job.epochs or 1) * each * self._context.placement.groups
+        return None, end * self._context.placement.groups
 
     def _more(self) -> bool:
         """Whether a change of the members has left this worker something to train."""
@@ -342,8 +345,7 @@ class TrainLoop:
             return job.until.max_steps
         if job.steps is not None:
             return job.steps
-        each = self.work.steps_per_epoch
-        return None if each is None else (job.epochs or 1) * each
+        return self.work.end(job.epochs or 1)
 
     async def _train_step(self, *, last: bool) -> bool:
         """Train one step. Returns False if the step was abandoned."""

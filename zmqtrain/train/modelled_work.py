@@ -106,6 +106,15 @@ class ModelledWork:
     def steps_per_epoch(self) -> int:
         return self._partition.steps_per_epoch
 
+    def end(self, epochs: int) -> int | None:
+        return self._partition.end(epochs)
+
+    def trained(self, step: int) -> int:
+        return self._partition.trained(step)
+
+    async def take_course(self, endpoint: Endpoint) -> None:
+        return None
+
     def _place(self, step: int) -> tuple[int, int]:
         """The rank and the step to which this worker's batch belongs as long as nobody is lost."""
         slot = self._members.turn(step)

@@ -224,6 +224,15 @@ class TorchWork:
     def steps_per_epoch(self) -> int | None:
         return self._batches.steps_per_epoch
 
+    def end(self, epochs: int) -> int | None:
+        return self._batches.end(epochs)
+
+    def trained(self, step: int) -> int:
+        return self._batches.trained(step)
+
+    async def take_course(self, endpoint: Endpoint) -> None:
+        await self._saver(endpoint).take_course()
+
     async def more(self, step: int) -> bool:
         return await self._batches.more(step)
 
@@ -453,6 +462,7 @@ class TorchWork:
             role.position,
             timeout_s=timeout_s,
             size=(compute.group_size, compute.columns),
+            groups=self._context.placement.groups,
             data=data,
             settings=settings_to_resume(self._context.topology, data.samples, self._replica.optimizer),
             merged=merged,

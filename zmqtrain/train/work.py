@@ -55,6 +55,17 @@ class Work(Protocol):
         """None if it is not known before the data ends."""
         ...
 
+    def end(self, epochs: int) -> int | None:
+        """The step before which so many epochs end; ``None`` if it is not known before the data ends."""
+        ...
+
+    def trained(self, step: int) -> int:
+        """The number of samples of all steps before ``step``, if no worker is lost."""
+        ...
+
+    async def take_course(self, endpoint: Endpoint) -> None:
+        """For a worker that comes late: know which samples a step takes in a run that was resumed with other groups."""
+
     async def more(self, step: int) -> bool:
         """Whether there is data for ``step``; the same for all workers. Call it before each step."""
         ...

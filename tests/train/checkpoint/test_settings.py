@@ -28,12 +28,6 @@ def topology(steps: int, kind: dict[str, Any], **changed: dict[str, Any]) -> Top
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any], str]] = {
-    "batches": (
-        ALLREDUCE,
-        {"compute": {"batch_size": 4}},
-        {},
-        r"\[compute\] batch_size = 8, but this run has 4, .*\[job\] weights",
-    ),
     "seed": (ALLREDUCE, {"job": {"seed": 7}}, {}, r"\[job\] seed = 1, but this run has 7"),
     "order": (ALLREDUCE, {"data": {"shuffle": "none"}}, {}, r"\[data\] shuffle = 'global', but this run has 'none'"),
     "data": (ALLREDUCE, {}, {"train_data": data_of(112)}, r"len\(Task.train_data\) = 96, but this run has 112"),
@@ -47,6 +41,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, An
     "not sent": (TOP, {"exchange": {"compression": "none"}}, {}, "gradients that compression has not sent yet"),
 }
 ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "batches": (ALLREDUCE, {"compute": {"batch_size": 4}}),
     "rates": (ALLREDUCE, {"optimizer": {"lr": 0.5}}),
     "buckets": ({"kind": "model_server", "staleness": "sync"}, {"compute": {"bucket_size": 4096}}),
     "staleness": ({"kind": "model_server", "staleness": "sync"}, {"exchange": {"staleness": "async"}}),

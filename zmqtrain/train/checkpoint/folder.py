@@ -28,6 +28,7 @@ import msgpack
 
 from zmqtrain.durable import sync_folder
 from zmqtrain.errors import CheckpointError, WireError
+from zmqtrain.exchange.checkpoint_part import COURSE
 from zmqtrain.train.checkpoint.meta import FORMAT, LARGEST_META, MODEL, AnotherFormatError, Meta, RunShape, unpack
 from zmqtrain.wire.dtypes import DTYPES, dtype_named
 from zmqtrain.wire.tensor import TensorPayload
@@ -167,6 +168,8 @@ class Checkpoint:
     def require(self, shape: RunShape) -> None:
         """Raise `CheckpointError` unless the checkpoint was written by a run of this shape."""
         for name, mine in asdict(self.shape).items():
+            if name == "groups" and self._says_course():
+                continue
             if name == "group_size" and not shape.fc_servers and self._workers is None:
                 continue  # models may be divided in another way
             if name == "servers" and self.shape.servers and shape.servers:
@@ -184,14 +187,22 @@ class Checkpoint:
         for part in self.shape.parts(self._workers):
             self._require_part(part)
 
+    def _says_course(self) -> bool:
+        """Whether other groups can know where these have stopped: earlier releases did not say it."""
+        ranks = range(self.shape.world_size) if self._workers is None else sorted(self._workers)
+        return COURSE in self.part(f"worker-{ranks[0]}")[1]
+
     def counterpart(self, part: str, group_size: int) -> str:
         """The part with which a role of a run with groups of ``group_size`` workers begins: a worker's is that of its place in its
-        group or, if it had no such place, of its group's first worker."""
+        group or, if it had no such place, of its group's first worker. Further groups begin as the first ones do."""
         kind, _, number = part.partition("-")
-        if kind != "worker" or group_size == self.shape.group_size:
+        was = self.shape
+        if kind == "group":
+            return f"group-{int(number) % was.groups}"
+        if kind != "worker":
             return part
         group, position = divmod(int(number), group_size)
-        return f"worker-{group * self.shape.group_size + (position if position < self.shape.group_size else 0)}"
+        return f"worker-{group % was.groups * was.group_size + (position if position < was.group_size else 0)}"
 
     def stands_in(self, part: str) -> int | None:
         """The rank of the worker whose part replaces ``part``, if its own worker was lost; ``None`` if the part exists."""

@@ -18,13 +18,24 @@ from torch.optim import Optimizer
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange, Resumable
-from zmqtrain.exchange.checkpoint_part import AS_KEPT, MEMBERS, STANDS_IN, Part, fetch_part, send_alone, send_part, taking_back
+from zmqtrain.exchange.checkpoint_part import (
+    AS_KEPT,
+    COURSE,
+    MEMBERS,
+    STANDS_IN,
+    Part,
+    fetch_part,
+    send_alone,
+    send_part,
+    taking_back,
+)
 from zmqtrain.heap import give_back, returning_blocks
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import MODEL, WITHOUT_RESUME
 from zmqtrain.train.checkpoint.layout import Layout
 from zmqtrain.train.checkpoint.recut import Recut, recut_averages, recut_servers, refuse_unsent_parts, tensors_of
+from zmqtrain.train.checkpoint.regroup import mean_state, shared_state
 from zmqtrain.train.checkpoint.spool import Spool
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import PartConverter
@@ -36,6 +47,7 @@ from zmqtrain.wire.tensor import TensorPayload
 
 #: Says that the worker's part has all of what averaging keeps.
 WHOLE = "whole"
+BATCH_SIZE = "[compute] batch_size"
 #: What `torch.compile` adds to the names of a module's parameters.
 COMPILED = "_orig_mod."
 #: Freed blocks of this size and more go back at once while whole tensors are gathered and sent: the heap would keep a hole of each.
@@ -43,11 +55,15 @@ _RETURNED_BYTES = 1 << 20
 
 
 class Keeps(Protocol):
-    """Something with a state of plain values."""
+    """A position in data (`zmqtrain.train.batches.Batches`)."""
 
     def state_dict(self) -> dict[str, Any] | None: ...
 
     def load_state_dict(self, state: object) -> None: ...
+
+    def course(self) -> dict[str, Any]: ...
+
+    def take_course(self, course: Mapping[str, Any], step: int, *, left: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,7 @@ class Saver:
     timeout_s: float
     size: tuple[int, int] = (1, 1)
     """The workers of a group, and among how many of them it divides its batch."""
+    groups: int = 1
     data: Keeps | None = None
     """The worker's position in its data."""
     settings: Mapping[str, Value] = field(default_factory=dict)
@@ -99,7 +116,7 @@ class Saver:
         if replica.loss_scale is not None:
             values["loss_scale"] = replica.loss_scale.state()
         if self.data is not None:
-            values["data"] = self.data.state_dict()
+            values |= {"data": self.data.state_dict(), COURSE: self.data.course()}
         added = _added_up(exchange, step)
         if added is not None:
             # These are each worker's own, even if the model is divided, as are the gradients that it will add to them.
@@ -129,6 +146,8 @@ class Saver:
             await self._begin_like(neighbour, replica, exchange)
             return own.step
         self._require_settings(own)
+        self._take_course(own)
+        was = self._groups_of(own)
         parts = PartConverter.of(replica.model)
         tensors = tensors_of(own)
         buffers = dict(replica.model.named_buffers())
@@ -141,7 +160,10 @@ class Saver:
         if self.kind == "model_server" and frozen and (self.rank == 0 or self.any_first):  # the servers do not have these
             targets = {name: tensor for name, tensor in _state(replica.model).items() if name in frozen}
             await self._restore_into(MODEL, targets, parts)
-        if self.kind != "model_server":
+        if self._apart and was != self.groups:
+            await self._restore_into(MODEL, _state(replica.model), parts)
+            load_optimizer_state(replica.model, replica.optimizer, await self._joined_state(was, parts))
+        elif self.kind != "model_server":
             into = _parameters(replica) if self._apart else {}
             load_optimizer_state(replica.model, replica.optimizer, await self._restore_into(self._group_part, into, parts))
         replica.memory.publish()
@@ -149,23 +171,60 @@ class Saver:
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
-            if recut is None:
+            if recut is not None:
+                recut.load_into(exchange)
+            elif was == self.groups:
                 exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
             else:
-                recut.load_into(exchange)
+                exchange.load_state_dict(shared_state(self.kind, own))
             if self.data is not None:
                 self.data.load_state_dict(own.sidecar.get("data"))
             self._restore_gradients(own, tensors, replica, exchange)
-            if recut is None or recut.was.group_size == recut.now.group_size:  # otherwise two may have begun with the same part
+            resized = recut is not None and recut.was.group_size != recut.now.group_size
+            if was == self.groups and not resized:  # otherwise two may have begun with the same part
                 restore_random_state(device.torch_device, tensors, own.sidecar["random"])  # type: ignore[arg-type]
         return own.step
+
+    async def take_course(self) -> None:
+        """For a worker that comes late to a run: which samples a step takes, if the run was resumed."""
+        name = AS_KEPT + "worker-0"
+        while (part := await self._fetch(name)) is not None:
+            neighbour = part.sidecar.get(STANDS_IN)
+            if not isinstance(neighbour, int):
+                self._take_course(part)
+                return
+            name = f"{AS_KEPT}worker-{neighbour}"
+
+    def _take_course(self, own: Part) -> None:
+        if self.data is not None and COURSE in own.sidecar:
+            with taking_back(own.name):
+                self.data.take_course(own.sidecar[COURSE], own.step, left=own.sidecar.get("data") is not None)  # type: ignore[arg-type]
+
+    def _groups_of(self, own: Part) -> int:
+        """The number of groups of the run that wrote the checkpoint."""
+        course: Any = own.sidecar.get(COURSE)
+        with taking_back(own.name):
+            return self.groups if course is None else int(course["groups"])
+
+    async def _joined_state(self, was: int, parts: PartConverter) -> dict[str, Tensor]:
+        """The optimizer's state of this group, which has the run's model: of ``was`` groups, the mean over those that come together
+        in this one, or the one that this one is a copy of."""
+        first = self.group % was
+        groups = range(first, was, self.groups) if self.group < was else (first,)
+        found = [await self._restore_into(f"{AS_KEPT}group-{group}", {}, parts) for group in groups]
+        there = [state for state in found if state]  # a part has parameters, too, unless its group was lost
+        if not there:
+            neighbour = (await self._kept(self.timeout_s, f"group-{first}")).sidecar[STANDS_IN]
+            assert isinstance(neighbour, int)
+            there = [await self._restore_into(AS_KEPT + self._group_part_of(neighbour), {}, parts)]
+        return mean_state([{name: each for name, each in state.items() if name.startswith("optimizer/")} for state in there])
 
     def _require_settings(self, own: Part) -> None:
         """Raise `CheckpointError` unless the run trains on from where the checkpoint's has stopped."""
         kept = own.sidecar.get("settings", {})
         for name, mine in self.settings.items():
             was = kept.get(name, mine) if isinstance(kept, Mapping) else None
-            if was != mine:
+            if was != mine and not (name == BATCH_SIZE and COURSE in own.sidecar):  # which says where other batches go on
                 raise CheckpointError(
                     f"the checkpoint of step {own.step} was written with {name} = {was!r:.60}, but this run has {mine!r}, so it "
                     f"would not train on from there: restore the old value, or {WITHOUT_RESUME}"
@@ -182,15 +241,16 @@ class Saver:
             return None
         with taking_back(own.name):
             was, now = Layout.from_value(kept), self._layout(replica)
-        if was == now and not self._held_otherwise(own, replica, exchange):
-            return None
+        groups, regrouped = self._groups_of(own), self.data is not None and _differs(own.sidecar.get(COURSE), self.data.course())
         others = (was.group_size, was.parameters, own.sidecar.get("columns")) != (now.group_size, now.parameters, self.size[1])
-        if others and own.sidecar.get("added up") is not None:
+        if (others or regrouped) and own.sidecar.get("added up") is not None:
             raise CheckpointError(
                 f"the checkpoint of step {own.step} was written between two exchanges of gradients ([exchange] every), when each "
-                "worker has added up its own: resume with the grid and group_size with which it was written, or from "
-                "a checkpoint right after an exchange"
+                "worker has added up its own: resume with the groups, batch_size, grid and group_size with which it was written, "
+                "or from a checkpoint right after an exchange"
             )
+        if was == now and not self._held_otherwise(own, replica, exchange):
+            return None
         if self.size[1] != own.sidecar.get("columns") and own.sidecar.get("data") is not None:
             raise CheckpointError(
                 "the checkpoint says how far each worker has read its stream, which is divided in another way among "
@@ -199,7 +259,7 @@ class Saver:
         fetch = partial(self._kept, self.timeout_s)
         if self.kind == "averaging":
             wholes = bool(own.sidecar.get(WHOLE)), self.whole
-            return await recut_averages(was, now, self.group, self.position, own, fetch, whole=wholes)
+            return await recut_averages(was, now, self.group % groups, self.position, own, fetch, whole=wholes)
         if self.kind == "model_server":
             return await recut_servers(was, now, self.group, self.position, own, fetch)
         if self.kind == "allreduce":
@@ -237,8 +297,8 @@ class Saver:
 
     async def _begin_like_served(self, neighbour: int, replica: TorchReplica, exchange: Exchange) -> None:
         """As `_begin_like`, with servers: a worker's own are only the buffers, and where its data goes on, which all share."""
-        own = await self._fetch(f"worker-{neighbour}")
-        assert own is not None, "the run resumes a checkpoint"
+        own = await self._kept(self.timeout_s, f"worker-{neighbour}")
+        self._take_course(own)
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         _fill(own.name, buffers, PartConverter.of(replica.model).cut(tensors_of(own)))
         replica.memory.publish()
@@ -258,14 +318,18 @@ class Saver:
         if self.kind == "model_server":
             await self._begin_like_served(neighbour, replica, exchange)
             return
+        own = await self._kept(self.timeout_s, f"worker-{neighbour}")
+        self._take_course(own)
+        was = self._groups_of(own)
         await self._restore_into(MODEL, _state(replica.model), parts)
-        into = _parameters(replica) if self.kind == "averaging" else {}
-        others = await self._restore_into(self._group_part_of(neighbour), into, parts)
-        state = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
+        if self._apart and was != self.groups:
+            state = await self._joined_state(was, parts)
+        else:
+            into = _parameters(replica) if self.kind == "averaging" else {}
+            others = await self._restore_into(AS_KEPT + self._group_part_of(neighbour), into, parts)
+            state = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
         load_optimizer_state(replica.model, replica.optimizer, state)
         replica.memory.publish()
-        own = await self._fetch(f"worker-{neighbour}")
-        assert own is not None, "the run resumes a checkpoint"
         if own.sidecar.get("added up") is not None:
             raise CheckpointError(
                 f"the checkpoint of step {own.step} was written between two exchanges of gradients ([exchange] every), while a "
@@ -278,6 +342,8 @@ class Saver:
             kept: Any = own.sidecar["exchange"]
             if recut is not None:
                 recut.load_into(exchange)
+            elif was != self.groups:
+                exchange.load_state_dict(shared_state(self.kind, own))
             else:  # what was lost by rounding is each worker's own
                 exchange.load_state_dict({name: value for name, value in kept.items() if not name.startswith("lost/")})
             if self.data is not None and self.kind == "allreduce":  # all go on at the same place
@@ -341,6 +407,11 @@ class Saver:
         return {key: tensor for key, tensor in tensors.items() if key not in targets}
 
 
+def _differs(was: Any, now: Mapping[str, Any]) -> bool:
+    """Whether groups or their batches are others, as far as the checkpoint says what they were."""
+    return isinstance(was, Mapping) and any(was.get(name) != now[name] for name in ("groups", "batch_size"))
+
+
 def _added_up(exchange: Exchange, step: int) -> list[Value] | None:
     """Over how many steps gradients have been added up before ``step``, and how many are still to come; ``None`` if not at all."""
     since = 0
@@ -366,7 +437,7 @@ def settings_to_resume(topology: Topology, samples: int | None, optimizer: Optim
     train some ``samples`` of an epoch twice and others not at all, or go on with another method's models, or without what another
     class of optimizer has kept."""
     settings: dict[str, Value] = {
-        "[compute] batch_size": topology.compute.batch_size,
+        BATCH_SIZE: topology.compute.batch_size,
         "[job] seed": topology.job.seed,
         "[data] shuffle": topology.data.shuffle,
         "the optimizer": type(optimizer).__qualname__,
