@@ -30,6 +30,7 @@ from zmqtrain.simulate.explore import try_seed
         ("teams-gossip", 3),
         ("grid", 2),
         ("merged-fc", 6),
+        ("averaging", 50004),  # the others leave while one that comes back asks one of them that is lost
         ("merged-copied", 3174),  # a worker is given up while it joins
     ],
 )

@@ -194,6 +194,8 @@ class NeighboursState:
         """Set `source` to the first one that will give its state, if there is one."""
         own = self._members.own_incarnation
         for peer in self._members.neighbours():
+            if peer not in self._members.neighbours():  # gone meanwhile: it may have left, and then no link to it is lost
+                continue
             with suppress(PeerLostError):  # then another one
                 answer = (await self._endpoint.request(peer, _METHOD, own, wait, timeout=self._timeout_s)).meta
                 if answer is False:
