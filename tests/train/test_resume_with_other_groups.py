@@ -13,8 +13,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from tests.train.world import Recipe, Run, data_of, network_of, run, topology_of
 from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.checkpoint_part import kept_payload
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import Checkpoint, find_latest
+from zmqtrain.wire.compress.powersgd import RIGHTS
 
 HALF = 3
 OPTIMIZERS: dict[str, Any] = {
@@ -181,16 +183,74 @@ def trained_by(recipe: Recipe) -> list[list[int]]:
     return [[number for part in parts for number in part] for parts in zip(*(each.seen for each in numbered), strict=True)]
 
 
+TOP: dict[str, Any] = {"compression": "topk", "compression_ratio": 0.3}
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "allreduce topk": {"kind": "allreduce", **TOP},
+    "allreduce int8": {"kind": "allreduce", "compression": "int8"},
+    "allreduce powersgd": {"kind": "allreduce", "compression": "powersgd", "compression_rank": 1},
+    "sync topk": {"kind": "model_server", "staleness": "sync", "shards": 2, **TOP},
+    "sync powersgd": {"kind": "model_server", "staleness": "sync", "compression": "powersgd", "compression_rank": 1},
+    "async sign": {"kind": "model_server", "staleness": "async", "compression": "sign"},
+    "outer int8": {"kind": "averaging", "averaging": {"method": "outer", "deltas": "int8"}},
+}
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("name", COMPRESSED)
+async def test_what_was_not_sent_is_shared_by_others(name: str, groups: int, tmp_path: Path) -> None:
+    """Altogether they have as much of it."""
+    exchange, recipe, was = COMPRESSED[name], Recipe(), 3
+    if groups == 1 and exchange["kind"] != "model_server":
+        pytest.skip("one worker has nobody to send to")
+    await done(topology(exchange, was, 8, HALF), recipe, folder=tmp_path / "half")
+    await done(topology(exchange, groups, 8, HALF), recipe, folder=tmp_path / "rest", resume=tmp_path / "half")
+    before, after = unsent(tmp_path / "half", was), unsent(tmp_path / "rest", groups)
+    if exchange.get("staleness") == "async":
+        before, after = ({key: each * n for key, each in of.items()} for of, n in ((before, was), (after, groups)))
+    assert any(each.abs().max() > 0 for each in before.values())
+    assert before.keys() == after.keys()
+    for key, tensor in after.items():
+        torch.testing.assert_close(tensor, before[key], rtol=1e-10, atol=1e-14)
+    again = await done(topology(exchange, groups, 8, HALF + 2), recipe, resume=tmp_path / "half")
+    assert len(again.recorders["worker/0"].of("step")) == 2
+
+
+def unsent(folder: Path, groups: int) -> dict[str, torch.Tensor]:
+    """The mean over groups, by bucket or piece."""
+    parts = [Checkpoint(find_latest(folder)).part(f"worker-{rank}")[1]["exchange"] for rank in range(groups)]
+    found: dict[str, torch.Tensor] = {}
+    for part in parts:
+        whole: dict[str, list[torch.Tensor]] = {}
+        for name, value in part.get("residuals", part).items():
+            kind, _, number = name.removeprefix("lost/").rpartition("/")
+            if name.startswith("right/") or name.endswith(RIGHTS) or kind in ("last", "momentum", "mean"):
+                continue
+            whole.setdefault(kind.removeprefix("sent/") or number, []).append(kept_payload(name, value).tensor)
+        for key, tensors in whole.items():
+            found[key] = found.get(key, torch.zeros(())) + torch.cat(tensors) / groups
+    for key in found:
+        means = [kept_payload("", value).tensor for part in parts for name, value in part.items() if name.endswith(f"mean/{key}")]
+        if means:
+            found[key] = found[key] + torch.cat(means)
+    return found
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("name", ["allreduce topk", "sync topk"])
+async def test_and_counts_as_much_as_before(name: str, groups: int, tmp_path: Path) -> None:
+    """All of it is sent with the first step."""
+    exchange, recipe = COMPRESSED[name], Recipe()
+    if groups == 1 and exchange["kind"] == "allreduce":
+        pytest.skip("one worker has nobody to send to")
+    await done(topology(exchange, 2, 8, HALF), recipe, folder=tmp_path / "half")
+    for number in (2, groups):
+        all_sent = topology({**exchange, "compression_ratio": 1.0}, number, 16 // number, HALF + 1)
+        await done(all_sent, recipe, folder=tmp_path / str(number), resume=tmp_path / "half")
+    assert_same(model_in(tmp_path / str(groups)), model_in(tmp_path / "2"))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "added up": ({"kind": "allreduce", "every": 2}, {}, {}, "each worker has added up its own"),
-    "all-reduce": ({"kind": "allreduce", "compression": "topk", "compression_ratio": 0.3}, {}, {}, "compression has not sent"),
-    "servers": (
-        {"kind": "model_server", "staleness": "async", "compression": "topk", "compression_ratio": 0.3},
-        {},
-        {},
-        "compression has not sent",
-    ),
-    "rounding": ({"kind": "averaging", "averaging": {"method": "outer", "deltas": "int8"}}, {}, {}, "what rounding has lost"),
     "under way": (
         {"kind": "averaging", "every": 3, "averaging": {"method": "elastic", "overlap_steps": 2}},
         {},
@@ -218,3 +278,11 @@ async def test_what_is_each_group_s_own_is_not_given_to_others(name: str, tmp_pa
         raise errors[0]
     again = await run(topology(exchange, 2, 8, 5, **more), Recipe(**fields), resume=tmp_path)
     assert not again.errors, again.errors
+
+
+async def test_one_worker_alone_never_sends_what_it_has_kept(tmp_path: Path) -> None:
+    exchange = COMPRESSED["allreduce topk"]
+    await done(topology(exchange, 2, 8, HALF), Recipe(), folder=tmp_path)
+    rest = await run(topology(exchange, 1, 16, 5), Recipe(), resume=tmp_path)
+    with pytest.raises(CheckpointError, match="which one worker alone never does"):
+        raise rest.errors["worker/0"]

@@ -35,7 +35,7 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import MODEL, WITHOUT_RESUME
 from zmqtrain.train.checkpoint.layout import Layout
 from zmqtrain.train.checkpoint.recut import Recut, recut_averages, recut_servers, refuse_unsent_parts, tensors_of
-from zmqtrain.train.checkpoint.regroup import mean_state, shared_state
+from zmqtrain.train.checkpoint.regroup import has_unsent, mean_state, regrouped
 from zmqtrain.train.checkpoint.spool import Spool
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import PartConverter
@@ -168,6 +168,7 @@ class Saver:
             load_optimizer_state(replica.model, replica.optimizer, await self._restore_into(self._group_part, into, parts))
         replica.memory.publish()
         recut = await self._recut(own, replica, exchange)
+        state = {} if recut is not None or was == self.groups else await self._regrouped(was, own, exchange)
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
@@ -176,7 +177,7 @@ class Saver:
             elif was == self.groups:
                 exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
             else:
-                exchange.load_state_dict(shared_state(self.kind, own))
+                exchange.load_state_dict(state)
             if self.data is not None:
                 self.data.load_state_dict(own.sidecar.get("data"))
             self._restore_gradients(own, tensors, replica, exchange)
@@ -218,6 +219,20 @@ class Saver:
             assert isinstance(neighbour, int)
             there = [await self._restore_into(AS_KEPT + self._group_part_of(neighbour), {}, parts)]
         return mean_state([{name: each for name, each in state.items() if name.startswith("optimizer/")} for state in there])
+
+    async def _regrouped(self, was: int, own: Part, exchange: Exchange) -> dict[str, Value]:
+        """The exchange's state for this number of groups, where there were ``was``."""
+        size, everyone = self.size[0], self.kind == "allreduce"  # whose workers all exchange the same elements
+        ranks = range(was * size) if everyone else range(self.position, was * size, size)
+        kept: Any = own.sidecar["exchange"]
+        others: list[Any] = []
+        with taking_back(own.name):
+            if has_unsent(self.kind, kept):
+                others = [(await self._kept(self.timeout_s, f"worker-{rank}")).sidecar.get("exchange", {}) for rank in ranks]
+            now = self.groups * (size if everyone else 1)
+            # Each push is applied by itself, or as a part of a mean.
+            share = 1.0 if self.kind != "model_server" or exchange.synchronous else was / self.groups
+            return regrouped(self.kind, own.step, kept, others, ranks=now, share=share)
 
     def _require_settings(self, own: Part) -> None:
         """Raise `CheckpointError` unless the run trains on from where the checkpoint's has stopped."""
@@ -336,6 +351,7 @@ class Saver:
                 "worker was lost: resume from a checkpoint right after an exchange"
             )
         recut = await self._recut(own, replica, exchange)
+        regrouped_state = {} if recut is not None or was == self.groups else await self._regrouped(was, own, exchange)
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
@@ -343,7 +359,7 @@ class Saver:
             if recut is not None:
                 recut.load_into(exchange)
             elif was != self.groups:
-                exchange.load_state_dict(shared_state(self.kind, own))
+                exchange.load_state_dict(regrouped_state)
             else:  # what was lost by rounding is each worker's own
                 exchange.load_state_dict({name: value for name, value in kept.items() if not name.startswith("lost/")})
             if self.data is not None and self.kind == "allreduce":  # all go on at the same place

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 #: What the names of Q in a compressor's state end in.
-_RIGHTS: Final = "/q"
+RIGHTS: Final = "/q"
 
 
 class PowerSgdCompressor:
@@ -65,12 +65,12 @@ class PowerSgdCompressor:
         return decompress(payload, self.name)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._residuals | {f"{key}{_RIGHTS}": rights for key, rights in self._rights.items()}
+        return self._residuals | {f"{key}{RIGHTS}": rights for key, rights in self._rights.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._residuals = {key: kept.clone() for key, kept in state.items() if not key.endswith(_RIGHTS)}
-        self._rights = {key.removesuffix(_RIGHTS): kept.clone() for key, kept in state.items() if key.endswith(_RIGHTS)}
+        self._residuals = {key: kept.clone() for key, kept in state.items() if not key.endswith(RIGHTS)}
+        self._rights = {key.removesuffix(RIGHTS): kept.clone() for key, kept in state.items() if key.endswith(RIGHTS)}
 
     def kept(self, key: str, numel: int, matrices: Sequence[Matrix] = ()) -> dict[str, int]:
         layout = Layout.of(numel, self.rank, matrices)
-        return {key: numel, f"{key}{_RIGHTS}": layout.right_numel} if layout.matrices else {}
+        return {key: numel, f"{key}{RIGHTS}": layout.right_numel} if layout.matrices else {}
