@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from zmqtrain.data.file_modules import Files
 from zmqtrain.data.nested import PLAIN, leaves
 from zmqtrain.data.partition import Indices
 from zmqtrain.death import die_with_parent
@@ -249,6 +250,7 @@ class _Served:
     """The dataset: returns what is read for a request. Runs in a loader process."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.files = Files()  # first, as attributes are pickled in this order
         self.read = read
 
     def __getitem__(self, request: Any) -> tuple[Any, Any]:

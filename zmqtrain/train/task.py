@@ -6,7 +6,6 @@ A task's own code may raise anything. The caller gets a `TaskError` whose cause 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from zmqtrain.data.batch import Forward
+from zmqtrain.data.file_modules import load_file
 from zmqtrain.data.processes import Processes
 from zmqtrain.data.source import Shard, Source, source_of
 from zmqtrain.errors import RunStopped, TaskError, UsageError, ZmqTrainError
@@ -451,25 +451,18 @@ def _load_file(source: str, folders: Sequence[str | Path]) -> ModuleType:
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(found):
         return loaded
-    specification = importlib.util.spec_from_file_location(name, found)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
     _search(found.parent)
     require_own_modules(found, found.parent)
-    sys.modules[name] = module  # needed by dataclasses, and to pickle the task's classes
     try:
         with user_code(f"importing {found}"):
-            specification.loader.exec_module(module)
+            return load_file(name, found)
     except TaskError as error:
-        del sys.modules[name]
         if isinstance(error.__cause__, ImportError) and "relative import" in str(error.__cause__):
             raise TaskError(
                 f"{error}. A file that is named by its path is in no package: name the module instead, such as "
                 f'[job] task = "{_module_name(found)}:..."'
             ) from error.__cause__
         raise
-    return module
 
 
 def _module_name(file: Path) -> str:
