@@ -30,6 +30,14 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, *, served: bool) -> 
             f"that is trained into one nn.Module, and replicate that"
         )
     check_hooks(model.named_parameters(), own=0)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    shared = [name for name, each in trained if each.device.type == "cpu" and each.is_shared()]  # type: ignore[no-untyped-call]
+    if shared:
+        raise TaskError(
+            f"the parameter {shared[0]!r} has memory that is shared with other processes (share_memory(), torch.multiprocessing); "
+            "session.replicate() moves parameters, so these processes would not see them change: replicate a copy "
+            "(copy.deepcopy(model)), and copy its parameters into the shared model when you need them there (load_state_dict)"
+        )
     if not served:
         return
     if optimizer.state:

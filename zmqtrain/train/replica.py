@@ -263,7 +263,8 @@ class TorchReplica:
     # The compute thread's side.
 
     def begin_step(self, step: int) -> None:
-        """A forward of this step comes next."""
+        """A forward of this step comes next. Raises `TaskError` if the model has been moved to other memory."""
+        self.memory.require_in_place()
         self._step, self.waited_s, self.rate = step, 0.0, self.next_rate
         self._layers.begin_forward()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zmqtrain.collectives.unreached import Parts
-from zmqtrain.errors import CheckpointError
+from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.train.buckets import BucketPlan
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.shared import Allocate
@@ -67,6 +67,7 @@ class ReplicaMemory:
         self.named = named
         self.staging = device.staging
         self.buckets = [hold(plan, named, device, allocate) for plan in plans]
+        self._addresses = self._current_addresses()
         self._added_before: dict[str, Tensor] = {}
 
     def gradient_views(self) -> dict[str, Tensor]:
@@ -131,8 +132,23 @@ class ReplicaMemory:
         flats = [held.host_sums if self.staging is None else held.gradients for held in self.buckets]
         return bool(torch.stack([flat.sum(dtype=torch.float32) for flat in flats]).isfinite().all())
 
+    def require_in_place(self) -> None:
+        """Raise `TaskError` if torch has moved the buckets to other memory, of which the network does not know."""
+        if self._current_addresses() != self._addresses:
+            raise TaskError(
+                "the memory of the model was moved while it is trained: by model.share_memory(), or since it, or part of it, was "
+                "sent to another process (torch.multiprocessing). Workers exchange parameters where they were at first. "
+                "Share or send a copy (copy.deepcopy(model)), and keep it up to date with copy.load_state_dict(model.state_dict())"
+            )
+
+    def _current_addresses(self) -> list[int]:
+        return [flat.data_ptr() for held in self.buckets for flat in (held.parameters, held.gradients)]
+
     def bind(self) -> list[str]:
-        """Return parameters whose ``data`` was replaced to their buckets, with the new content. Returns their names."""
+        """Return parameters whose ``data`` was replaced to their buckets, with the new content. Returns their names.
+
+        Raises `TaskError` if the buckets themselves have been moved."""
+        self.require_in_place()
         replaced = []
         for held in self.buckets:
             for name, view in zip(held.plan.names, held.parameter_views, strict=True):

@@ -20,7 +20,7 @@ def allocate_privately(numel: int, dtype: torch.dtype) -> Tensor:
     """Memory of this process alone, zeroed: one dimension."""
     nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype, count=numel)
+    return _kept(torch.frombuffer(pages, dtype=dtype, count=numel), pages)
 
 
 def allocate_in(arena: Arena | None) -> Allocate:
@@ -35,6 +35,13 @@ def allocate_in(arena: Arena | None) -> Allocate:
         # Other processes pin their blocks, too, and no page may be pinned twice.
         nbytes = numel * dtype.itemsize
         block = arena.allocate(-(-nbytes // PAGE) * PAGE + PAGE, "a bucket of the model")
-        return torch.frombuffer(block.memory, dtype=dtype, count=numel, offset=-block.place.start % PAGE).zero_()
+        tensor = torch.frombuffer(block.memory, dtype=dtype, count=numel, offset=-block.place.start % PAGE)
+        return _kept(tensor.zero_(), block.memory)
 
     return shared
+
+
+def _kept(tensor: Tensor, memory: object) -> Tensor:
+    """The tensor keeps the memory even if torch gives it another one (``share_memory_``), since the network may still use it."""
+    vars(tensor)["memory"] = memory
+    return tensor

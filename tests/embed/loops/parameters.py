@@ -289,6 +289,35 @@ def copied(loop: Loop) -> None:
         loop.seen.append(float(teacher[2].bias.sum()))
 
 
+@row("`model.share_memory()` after `replicate()`, and a model that is sent to another process", refused="model was moved")
+def shared_late(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    for number, (inputs, target) in enumerate(loop.batches()):
+        optimizer.zero_grad()
+        if number == 3:
+            model.share_memory()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+
+
+@row("`model.share_memory()` before `replicate()`", refused="shared with other processes")
+def shared_early(loop: Loop) -> None:
+    model = loop.build().share_memory()
+    loop.replicate(model, sgd(model.parameters()))
+
+
+@row("a copy of the model in shared memory that gets its parameters now and then")
+def shared_copy(loop: Loop) -> None:
+    model, optimizer = loop.start()
+    copied = copy.deepcopy(model).share_memory()
+    for inputs, target in loop.batches():
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+        copied.load_state_dict(model.state_dict())
+    loop.seen.extend(float(parameter.sum()) for parameter in copied.parameters())
+
+
 @row("`optimizer.state` and `optimizer.state_dict()` read", refused="have its state", by=SERVERS)
 def inspected(loop: Loop) -> None:
     model, optimizer = loop.start()
