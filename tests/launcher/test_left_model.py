@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -66,6 +67,16 @@ def evaluate(run: Launched) -> float:
     inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         return float(torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)))
+
+
+def test_a_terminal_that_is_closed_is_one_interrupt(tmp_path: Path) -> None:
+    """The shell and the kernel may both say so, to all processes of the launcher's group."""
+    with Launched(prepare(tmp_path, TASK, TOPOLOGY), "trial.toml", from_nothing=True) as run:
+        run.wait_for("^step ")
+        os.killpg(run.pid, signal.SIGHUP)
+        os.killpg(run.pid, signal.SIGHUP)
+        assert run.end() == 130, run
+        assert run.json("model.json")["step"] == run.json("summary.json")["checkpoints"]["newest"] > 0
 
 
 def test_interrupted_stopped_and_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from zmqtrain.death import die_with_parent, open_pidfd
 from zmqtrain.launcher.agent import main as agent_main
 from zmqtrain.launcher.forkserver import ADOPTED, ENTRY, LARGEST_MESSAGE
 from zmqtrain.launcher.namespaces import enter_network, open_namespace
-from zmqtrain.launcher.signals import heed_no_preemption
+from zmqtrain.launcher.signals import heed_no_preemption, leave_terminal_to_launcher
 from zmqtrain.launcher.streams import plain_streams
 from zmqtrain.launcher.zygote import RUNNING, be_zygote
 from zmqtrain.membership.environment import PEER
@@ -228,7 +228,7 @@ def _live(life: Callable[[socket.socket], int], channel: socket.socket, parent: 
 
 
 def _be_zygote(entry: str, channel: socket.socket) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_terminal_to_launcher()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     setproctitle("zmqtrain zygote")
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")

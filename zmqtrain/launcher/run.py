@@ -345,6 +345,8 @@ class Launch:
         if self._topology.engine.kind != "local":
             # The terminal, or the login, is gone; the run continues.
             handlers[signal.SIGHUP] = lambda: leave_terminal(Path(os.devnull))
+        elif signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not with nohup
+            handlers[signal.SIGHUP] = self._hang_up
         before = {number: signal.getsignal(number) for number in handlers}
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
@@ -364,6 +366,11 @@ class Launch:
             self._preemption.ask("an interrupt", person=True)
         elif self._life is not None:
             self._life.cancel()
+
+    def _hang_up(self) -> None:
+        """The terminal is gone, as the shell and the kernel may both say: as one Ctrl-C."""
+        if not self._interrupts:
+            self._interrupt()
 
     def _keep(self) -> None:
         """Keep a checkpoint as soon as possible, and go on."""

@@ -28,6 +28,12 @@ def heed_no_preemption() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+def leave_terminal_to_launcher() -> None:
+    """Ignore Ctrl-C and a closed terminal in this process and those that it forks: the launcher stops everything in order."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM ends this command as Ctrl-C does, while no event loop of a run handles it. For functions, too, as a decorator."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -40,7 +39,7 @@ from zmqtrain.launcher.forkserver import (
     serve,
 )
 from zmqtrain.launcher.namespaces import enter_network
-from zmqtrain.launcher.signals import heed_no_preemption
+from zmqtrain.launcher.signals import heed_no_preemption, leave_terminal_to_launcher
 
 #: Says where the channel to a zygote is that is running already (`channel_at`). A channel serves one launch.
 RUNNING = "ZMQTRAIN_ZYGOTE_CHANNEL"
@@ -118,7 +117,7 @@ def main() -> None:
     getproctitle()  # finds the command line, by the environment, which changes later; roles write their names over it
     requests = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[3]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_terminal_to_launcher()
     heed_no_preemption()
     be_zygote(requests, sys.argv[2])
     leave()
