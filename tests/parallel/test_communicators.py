@@ -35,6 +35,21 @@ def test_all_gather_of_uneven_parts(run: Run, size: int) -> None:
 
 @pytest.mark.parametrize("run", WORLDS)
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("numel", [0, 5, 20_000])  # none, a few for all at once, and many around a ring
+def test_all_gather_of_even_parts(run: Run, size: int, numel: int) -> None:
+    def work(fabric: Fabric) -> list[list[torch.Tensor]]:
+        group = fabric.among(tuple(range(size)))
+        parts = [torch.full((numel,), float(10 * turn + fabric.rank)) for turn in range(3)]
+        pending = [group.all_gather(part, [(numel,)] * size, LABEL) for part in parts]
+        return [each.wait() for each in pending]
+
+    for turns in run(size, work).results:
+        for turn, parts in enumerate(turns):
+            assert [each.tolist() for each in parts] == [[10.0 * turn + rank] * numel for rank in range(size)]
+
+
+@pytest.mark.parametrize("run", WORLDS)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("numel", [0, 1, 5, 1000])
 def test_all_reduce_gives_all_the_same_bits(run: Run, size: int, numel: int) -> None:
     contents = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
@@ -111,6 +126,8 @@ def test_both_worlds_count_the_same(size: int) -> None:
             group.all_reduce(torch.zeros(numel), Label("reduced", "dw", "backward")).wait()
         shapes = [(rank, 3) for rank in range(size)]
         group.all_gather(torch.zeros(shapes[fabric.rank]), shapes, Label("gathered", "all_gather")).wait()
+        for even in (5, 20_000):
+            group.all_gather(torch.zeros(even), [(even,)] * size, Label("even", "all_gather")).wait()
         group.reduce_scatter([torch.zeros(shape) for shape in shapes], Label("scattered", "dx", "backward")).wait()
 
     one, other = on_threads(size, work), on_endpoints(size, work)

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from tests.train.test_divided import plan_of, recipe_of
 from tests.train.world import Recipe, run, topology_of
 from zmqtrain.errors import DifferentModelError
+from zmqtrain.parallel.deferred import Tape, deferred, is_deferred
+from zmqtrain.train.task import build_model
+from zmqtrain.train.verifying import Ordinary
 
 MUON = {"optimizer": lambda parameters: torch.optim.Muon([each for each in parameters if each.dim() == 2], 0.1)}
 
@@ -112,3 +115,23 @@ async def test_a_model_whose_functions_refer_to_it_is_built_once_more(kind: type
     result = await run(topology, Recipe(model=lambda: kind().double()))
     assert not result.errors, result.errors
     assert [len(recorder.of("verified")) for recorder in result.recorders.values()] == [1, 1]
+
+
+def test_numbers_that_are_drawn_once_are_those_of_a_model_that_is_made_anew() -> None:
+    recipe, cpu = recipe_of()("worker/0"), torch.device("cpu")
+    with deferred(Tape(smallest_bytes=1)) as tape:
+        model = build_model(recipe)
+    ordinary = Ordinary(recipe, 1, model, tape)
+    expected = ordinary(cpu).state_dict()
+    given: list[tuple[nn.Module, Any]] = []
+    for and_whole in (False, True):
+        ordinary.divided(cpu, lambda *each: given.append(each), and_whole=and_whole)  # type: ignore[arg-type,return-value]
+    whole, another = ordinary(cpu), ordinary(cpu)
+    (parts, with_tape), (copied, without) = given
+    assert with_tape is tape
+    assert without is None  # it has its numbers
+    assert any(is_deferred(each) for each in parts.parameters())
+    for found in (copied, whole, another):
+        assert all(torch.equal(each, expected[name]) for name, each in found.state_dict().items())
+    tensors = [each.data_ptr() for found in (copied, whole, another) for each in found.parameters()]
+    assert len(set(tensors)) == len(tensors)
