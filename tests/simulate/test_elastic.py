@@ -26,7 +26,7 @@ from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts
 
-STEPS = 120
+STEPS = 60
 #: Where many runs are made.
 FEW = 80
 TOPOLOGY = """
@@ -109,21 +109,21 @@ def test_survivors_of_a_kill_train_every_step(exchange: str, granularity: str) -
 
 @pytest.mark.parametrize("target", ["h1", "h3"])
 def test_a_host_that_is_lost_without_a_word_is_waited_for_until_the_time_out_and_no_longer(target: str) -> None:
-    result, heard = run([kill(target, at=0.1)])
+    result, heard = run([kill(target, at=0.05)])
     gone = f"worker/{int(target[1]) - 1}"
     assert all(heard.steps[peer] == list(range(STEPS)) for peer in heard.steps if peer != gone)
     assert result.seconds < 10
 
 
 def test_a_worker_that_stands_still_is_gone_on_without_and_ended() -> None:
-    result, heard = run([pause("worker/2", 60.0, at=0.1)])
+    result, heard = run([pause("worker/2", 60.0, at=0.05)])
     assert all(heard.steps[peer] == list(range(STEPS)) for peer in heard.steps if peer != "worker/2")
     assert result.seconds < 10
 
 
 @pytest.mark.parametrize("target", ["worker/0", "worker/2"])
 def test_one_that_comes_back_takes_a_neighbour_s_weights_and_trains_on(target: str) -> None:
-    _, heard = run([restart(target, at=0.08, after=0.03)])
+    _, heard = run([restart(target, at=0.04, after=0.015)])
     others = [f"worker/{rank}" for rank in range(4) if f"worker/{rank}" != target]
     assert all(heard.steps[peer] == list(range(STEPS)) for peer in others)
     first = heard.views[others[0]][-1][0]
@@ -148,19 +148,19 @@ def test_if_workers_cannot_reach_each_other_but_the_coordinator_sees_all_one_of_
 
 
 def test_an_agent_starts_its_lost_worker_again() -> None:
-    _, heard = run([kill("worker/1", step=50)], job="restarts = 1")
+    _, heard = run([kill("worker/1", step=25)], job="restarts = 1")
     assert [len(members) for _, members in heard.views["worker/0"]] == [3, 4]
     assert heard.steps["worker/1"][-1] == STEPS - 1
 
 
 def test_two_at_once_and_one_at_the_very_end() -> None:
-    run([kill("worker/1", at=0.1), kill("worker/2", at=0.1)])
+    run([kill("worker/1", at=0.05), kill("worker/2", at=0.05)])
     run([kill("worker/3", step=STEPS - 1)])
     run([restart("worker/3", step=STEPS - 2, after=0.001)])
 
 
 def test_only_one_is_left() -> None:
-    _, heard = run([kill("worker/1", at=0.05), kill("worker/2", at=0.1), kill("worker/3", at=0.12)])
+    _, heard = run([kill("worker/1", at=0.025), kill("worker/2", at=0.05), kill("worker/3", at=0.06)])
     assert heard.steps["worker/0"] == list(range(STEPS))
 
 
@@ -275,9 +275,9 @@ def test_averaging_continues_without_a_lost_worker_and_with_one_that_comes_back(
 def test_several_late_workers_that_could_ask_each_other_take_their_states_from_one_that_trains(every: int) -> None:
     """While worker/1 joins, worker/0 is lost and back again, and the members agree twice before worker/1 knows its first step."""
     faults = [restart("worker/0", at=0.0394, after=0.001), kill("worker/1", at=0.0381), kill("worker/2", step=96)]
-    heard = run_without_servers(faults, averaging('method = "elastic"', every=every, job="restarts = 2"))
-    assert heard.steps["worker/3"] == list(range(STEPS))
-    assert all(steps[-1] == STEPS - 1 for steps in heard.steps.values())
+    heard = run_without_servers(faults, averaging('method = "elastic"', every=every, job="restarts = 2", steps=120))
+    assert heard.steps["worker/3"] == list(range(120))
+    assert all(steps[-1] == 119 for steps in heard.steps.values())
 
 
 def test_averaging_at_any_moment() -> None:
