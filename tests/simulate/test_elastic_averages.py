@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.simulate.worlds import STEPS, peers_topology, run
+from tests.simulate.worlds import PEERS_STEPS as STEPS
+from tests.simulate.worlds import peers_topology, run
 from zmqtrain import Task
 from zmqtrain.simulate.explore import explore
 from zmqtrain.simulate.faults import Fault, kill, pause, restart, slow

@@ -89,6 +89,7 @@ def servers_topology(
     return parse_topology(text)
 
 
+PEERS_STEPS = 16
 PEERS = """
 [job]
 steps = {steps}
@@ -123,9 +124,9 @@ trace_steps = 0
 
 
 def peers_topology(exchange: str, *, groups: int = 2, size: int = 2, job: str = "", shuffle: str = "global") -> Topology:
-    """Elastic groups of several workers without servers, of 24 steps. ``exchange``, ``job``: settings of these sections."""
+    """Elastic groups of several workers without servers, of 16 steps. ``exchange``, ``job``: settings of these sections."""
     return parse_topology(
-        PEERS.format(steps=STEPS, exchange=exchange, groups=groups, size=size, hosts=groups * size, job=job, shuffle=shuffle)
+        PEERS.format(steps=PEERS_STEPS, exchange=exchange, groups=groups, size=size, hosts=groups * size, job=job, shuffle=shuffle)
     )
 
 
