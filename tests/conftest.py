@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 
 # Read when torch is imported, here and in what tests start. Tensors of tests are small, and each thread that computes, as a rank's,
 # would have a team of threads, which spin while they wait for each other: two to three times the processor time.
@@ -16,34 +16,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
 from tests import last_words
 from tests.patience import pytest_timeout_cancel_timer, pytest_timeout_set_timer
 from tests.rewritten import compile_share
-from zmqtrain.data.seeding import seed_torch
-from zmqtrain.simulate.clock import VirtualLoop
-from zmqtrain.train.compiler import postpone
 
 __all__ = ["pytest_timeout_cancel_timer", "pytest_timeout_set_timer"]  # hooks: pytest finds them here
 
 # What tests leave in cycles is small, and the modules and tests that are read first are no garbage. Python would look through new
 # objects for each 700 of them, and through all a dozen times before the first test.
 gc.set_threshold(20_000, 20, 20)
-
-# As in the roles of a launch: marks for the compiler, which no test here uses, are 7 % of the time of small divided models.
-postpone()
-# pytest adds its handlers to each logger that keeps its messages to itself, and takes them away, six times a test. Torch has forty
-# such loggers: 0.4 of the 1.1 ms that an empty test takes. Messages that are handed on reach the same handlers.
-for name, logger in logging.root.manager.loggerDict.items():
-    if isinstance(logger, logging.Logger) and name.partition(".")[0] == "torch":
-        logger.propagate = True
-# The stack of a test is deep, and torch would keep a trace of it for devices that are not here: 3 ms a call.
-torch.manual_seed = seed_torch
-
-settings.register_profile("fast", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("fast")
 
 #: Where the long tests are, which start processes or train. They run first: with several workers of xdist the short ones then fill
 #: the end, and no worker is left alone with a long one.
@@ -75,10 +57,18 @@ def pytest_configure(config: pytest.Config) -> None:
         compile_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import torch where tests run: not in the process that starts xdist's workers, which would wait for that."""
+    if not session.config.pluginmanager.has_plugin("dsession"):
+        import_module("tests.whole_process").prepare(session.config.getoption("--hypothesis-profile", None))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONG_FIRST)}
     within = len((config.rootpath / "tests").parts)
     items.sort(key=lambda item: places.get(item.path.parts[within], len(places)))
+    import torch
+
     if torch.cuda.is_available() or os.environ.get("ZMQTRAIN_TEST_DEVICE"):
         return
     for item in items:
@@ -99,4 +89,6 @@ def pytest_runtest_logstart() -> None:
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Which loop a coroutine test runs on."""
+    from zmqtrain.simulate.clock import VirtualLoop
+
     return {"virtual": VirtualLoop} if item.get_closest_marker("virtual_time") else {"asyncio": asyncio.new_event_loop}

@@ -216,7 +216,7 @@ async def test_temporary_folders_with_long_paths(length: int, monkeypatch: pytes
 
 async def test_processes_that_begin_while_others_seed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeding takes a lock of torch's, which a process that is forked meanwhile would find taken for ever."""
-    monkeypatch.setattr(torch, "manual_seed", torch.random.manual_seed)  # the one of tests takes no lock (tests/conftest.py)
+    monkeypatch.setattr(torch, "manual_seed", torch.random.manual_seed)  # the one of tests takes no lock (tests/whole_process.py)
     through = threading.Event()
 
     def seed() -> None:
