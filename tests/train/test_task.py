@@ -212,6 +212,29 @@ def test_a_relative_import_in_a_file_names_the_module(tmp_path: Path) -> None:
         load_task("package/train_it.py:task", folders=(tmp_path,))
 
 
+ARGUMENTS = """
+import argparse, sys
+from zmqtrain import Task
+parser = argparse.ArgumentParser()
+parser.add_argument({name!r}, default="none")
+given = parser.parse_args()
+def task():
+    return Task(model=lambda: None, loss=print, optimizer=print, train_data=[(given.seed, parser.prog, sys.argv[1:])])
+"""
+
+
+def test_a_task_finds_no_arguments_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "optional_argument.py").write_text(ARGUMENTS.format(name="--seed"))
+    (tmp_path / "needed_argument.py").write_text(ARGUMENTS.format(name="seed"))
+    command = ["zmqtrain", "simulate", "FILE", "--seed", "3"]
+    monkeypatch.setattr(sys, "argv", command)
+    task: Any = load_task("optional_argument.py:task", folders=(tmp_path,))
+    assert task.train_data == [("none", "optional_argument.py", [])]
+    with pytest.raises(TaskError, match=r"called sys\.exit\(2\)\. If it is argparse that did: .*--set job\.args\.NAME=VALUE"):
+        load_task("needed_argument.py:task", folders=(tmp_path,))
+    assert sys.argv is command
+
+
 def test_an_exit_within_the_task_says_where() -> None:
     with pytest.raises(TaskError, match=r"Task\.model\(\) ended the process: it called sys\.exit\(5\)"), user_code("Task.model()"):
         sys.exit(5)

@@ -354,6 +354,14 @@ def _set_momentum(optimizer: Optimizer, momentum: float) -> None:
                 group[key] = tuple(value) if isinstance(value, list) else value
 
 
+#: How argparse ends a program whose arguments do not fit.
+_ARGPARSE_EXIT = 2
+_NO_ARGUMENTS = (
+    "If it is argparse that did: a task has no command line. Make its arguments those of the task's function, and set them in "
+    "[job] args (--set job.args.NAME=VALUE)"
+)
+
+
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
     """A context that turns anything the task's own code raises into a `TaskError` that says that ``what`` raised it, with the
@@ -363,7 +371,8 @@ def user_code(what: str) -> Iterator[None]:
     except (ZmqTrainError, RunStopped):
         raise
     except SystemExit as error:
-        raise TaskError(f"{what} ended the process: it called sys.exit({error.code})") from error
+        hint = f". {_NO_ARGUMENTS}" if error.code == _ARGPARSE_EXIT else ""
+        raise TaskError(f"{what} ended the process: it called sys.exit({error.code}){hint}") from error
     except Exception as error:
         raise TaskError(f"{what} raised {type(error).__name__}: {error}") from error
 
@@ -384,13 +393,25 @@ def load_task(
         TaskError: the code raised, or did not return a `Task`.
     """
     source, _, name = spec.rpartition(":") if ":" in spec else (spec, "", "task")
-    module = _load_file(source, folders) if source.endswith(".py") else _load_module(source, folders)
-    function = getattr(module, name, None)
-    if function is None:
-        near = did_you_mean(name, dir(module))
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise UsageError(f"[job] task = {spec!r}: {source} has no function {name!r}{hint}")
-    return task_of(function, spec, args, data_path)
+    with _without_arguments(source):
+        module = _load_file(source, folders) if source.endswith(".py") else _load_module(source, folders)
+        function = getattr(module, name, None)
+        if function is None:
+            near = did_you_mean(name, dir(module))
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise UsageError(f"[job] task = {spec!r}: {source} has no function {name!r}{hint}")
+        return task_of(function, spec, args, data_path)
+
+
+@contextmanager
+def _without_arguments(program: str) -> Iterator[None]:
+    """A task that reads its own command line (argparse) finds none in every process, and not that of a command or of a worker."""
+    before = sys.argv
+    sys.argv = [program]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def task_of(function: Any, spec: str, args: Mapping[str, Any] | None = None, data_path: str | None = None) -> Task:
