@@ -44,6 +44,13 @@ async def test_a_folder_may_be_a_string_and_a_run_that_has_ended_takes_no_roles(
         await run.role("worker/0", task=task())
 
 
+async def test_a_role_that_runs_already_is_refused(tmp_path: Path) -> None:
+    opened = open_run(TOPOLOGY, network=MemoryNetwork(), checkpoints=tmp_path / "checkpoints")
+    async with opened as run, run.context("worker/0"):
+        with pytest.raises(UsageError, match="worker/0 runs in this process already: each role must be run once"):
+            await run.role("worker/0", task=task())
+
+
 @pytest.mark.parametrize(
     ("peer", "given", "error", "said"),
     [

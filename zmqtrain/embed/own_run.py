@@ -53,6 +53,7 @@ class OwnRun:
         self.timeouts = assembly.timeouts
         self._assembly = assembly
         self._address, self._token, self._network = address, token, network
+        self._here: set[PeerId] = set()  # roles that run in this process
         self.ended = False
         """Whether the block of `open_run` has been left, so that nobody can join any more."""
 
@@ -101,6 +102,17 @@ class OwnRun:
     async def context(self, peer: PeerId) -> AsyncIterator[RoleContext]:
         """Join as this role, whose code is your own. `role` does this for zmqtrain's own roles."""
         self._require(peer)
+        if peer in self._here:
+            raise UsageError(f"{peer} runs in this process already: each role must be run once")
+        self._here.add(peer)
+        try:
+            async with self._joined(peer) as context:
+                yield context
+        finally:
+            self._here.remove(peer)
+
+    @asynccontextmanager
+    async def _joined(self, peer: PeerId) -> AsyncIterator[RoleContext]:
         if self._network is None:
             async with enter_run(self._environment(peer)) as (context, _):
                 yield context
