@@ -527,7 +527,7 @@ class TrainLoop:
         if early:
             self._recorder.event("stopped", step=step, kept=kept)
             return
-        samples = self.step * self._job_batch
+        samples = self.work.trained(self.step) // self._context.placement.groups
         self._recorder.event("finish", step=self.step, steps=self.step, group_samples=samples, replica_spread=self._part.spread)
 
     async def _wait_for_last(self, step: int) -> None:
