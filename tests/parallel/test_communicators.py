@@ -35,12 +35,13 @@ def test_all_gather_of_uneven_parts(run: Run, size: int) -> None:
 
 @pytest.mark.parametrize("run", WORLDS)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("numel", [0, 5, 20_000])  # none, a few for all at once, and many around a ring
-def test_all_gather_of_even_parts(run: Run, size: int, numel: int) -> None:
+@pytest.mark.parametrize("numel", [0, 5, 20_000])  # statistics: none, a few for all at once, and many around a ring
+@pytest.mark.parametrize("label", [LABEL, Label("norm", "statistics")])
+def test_all_gather_of_even_parts(run: Run, size: int, numel: int, label: Label) -> None:
     def work(fabric: Fabric) -> list[list[torch.Tensor]]:
         group = fabric.among(tuple(range(size)))
         parts = [torch.full((numel,), float(10 * turn + fabric.rank)) for turn in range(3)]
-        pending = [group.all_gather(part, [(numel,)] * size, LABEL) for part in parts]
+        pending = [group.all_gather(part, [(numel,)] * size, label) for part in parts]
         return [each.wait() for each in pending]
 
     for turns in run(size, work).results:

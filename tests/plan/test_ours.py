@@ -173,6 +173,7 @@ def test_statistics_and_scattered_gradients_go_to_other_hosts() -> None:
     for placed in (Placed("batch", Grid(1, 4)), Placed("domain", Grid(4, 1))):
         spread, pairs, together = (Ours(per_host=each).layer(stage, placed, 8, first=False) for each in (1, 2, 4))
         assert (spread.statistics.messages, pairs.statistics.messages, together.statistics.messages) == (3, 2, 0)
+        assert (spread.statistics.beside, pairs.statistics.beside, together.statistics.beside) == (2, 1, 0)  # all at once
         assert (spread.statistics_back.messages, pairs.statistics_back.messages, together.statistics_back.messages) == (2, 1, 0)
     linear = stages([LayerShape("fc", "linear", (32,), (32,), 32 * 33)])[0]
     spread, pairs = (

@@ -18,6 +18,8 @@ from torch import Tensor
 #: ``statistics``: sums of a few numbers (batch norm, softmax), which the paper does not count.
 Term = Literal["all_gather", "dx", "dw", "halo", "redistribute", "statistics"]
 Phase = Literal["forward", "backward"]
+#: Equal parts of statistics of up to so many bytes go to all others at once: as many messages as around a ring, in the time of one.
+AT_ONCE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)

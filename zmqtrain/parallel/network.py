@@ -25,16 +25,13 @@ from zmqtrain.data.bridge import Begun, Bridge
 from zmqtrain.errors import ProtocolError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
-from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending, Ready
+from zmqtrain.parallel.communicator import AT_ONCE_BYTES, Communicator, Expected, Label, Pending, Ready
 from zmqtrain.parallel.turns import handing_over
 from zmqtrain.waiting import first_error, in_time
 from zmqtrain.wire.dtypes import dtype_of_torch
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
 from zmqtrain.wire.tensor import TensorPayload
-
-#: Equal parts of so many bytes go to all others at once, which takes as many messages as going around a ring, and the time of one.
-_AT_ONCE_BYTES = 64 << 10
 
 
 class NetworkFabric:
@@ -219,7 +216,8 @@ class NetworkCommunicator:
                         tasks.create_task(self._receive(before, tag, come, label))
             return [each.view(shape) for each, shape in zip(parts, shapes, strict=True)]
 
-        small = 0 < part.nbytes <= _AT_ONCE_BYTES and len(set(map(tuple, shapes))) == 1
+        # Activations go around the ring that they are priced as.
+        small = label.term == "statistics" and 0 < part.nbytes <= AT_ONCE_BYTES and len(set(map(tuple, shapes))) == 1
         return self._begin(at_once if small else around, label, [part.device])
 
     def all_reduce(self, tensor: Tensor, label: Label) -> Pending:

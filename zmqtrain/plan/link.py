@@ -18,7 +18,7 @@ class Cost:
     """One process's cost of an operation: successive messages, and bytes."""
 
     messages: float = 0.0
-    """How many times alpha is paid."""
+    """How many the process sends."""
     nbytes: float = 0.0
     """Bytes that the process sends over the network."""
     nic_bytes: float = 0.0
@@ -26,6 +26,8 @@ class Cost:
     how long it takes."""
     memory_bytes: float = 0.0
     """Bytes that are read and written in its host's memory instead, for all of the host's processes."""
+    beside: float = 0.0
+    """Of the messages, those that are sent together with another one, so that alpha is not paid again."""
 
     @classmethod
     def sent(cls, messages: float, nbytes: float, *, sharing: float = 1) -> Cost:
@@ -38,11 +40,18 @@ class Cost:
             self.nbytes + other.nbytes,
             self.nic_bytes + other.nic_bytes,
             self.memory_bytes + other.memory_bytes,
+            self.beside + other.beside,
         )
 
     def times(self, factor: float) -> Cost:
         """The cost ``factor`` times."""
-        return Cost(self.messages * factor, self.nbytes * factor, self.nic_bytes * factor, self.memory_bytes * factor)
+        return Cost(
+            self.messages * factor,
+            self.nbytes * factor,
+            self.nic_bytes * factor,
+            self.memory_bytes * factor,
+            self.beside * factor,
+        )
 
 
 NOTHING = Cost()
@@ -84,7 +93,7 @@ class Link:
 
     def latency_s(self, cost: Cost) -> float:
         """Seconds for the messages."""
-        return cost.messages * self.alpha_s
+        return (cost.messages - cost.beside) * self.alpha_s
 
     def volume_s(self, cost: Cost) -> float:
         """Seconds for the bytes."""

@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from zmqtrain.parallel.communicator import AT_ONCE_BYTES
 from zmqtrain.parallel.geometry import Count, Division, even, follow, grid_traffic, halo_traffic
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.collective import Sent, all_reduce, between_hosts, hops, idle, ring
@@ -288,7 +289,8 @@ class Ours:
         if size <= self.per_host:
             return Cost(memory_bytes=(size + 1) * numel * rounds * itemsize)
         away = size - self.per_host
-        return Cost.sent(away * rounds, away * numel * rounds * itemsize, sharing=self.per_host)
+        cost = Cost.sent(away * rounds, away * numel * rounds * itemsize, sharing=self.per_host)
+        return replace(cost, beside=(away - 1) * rounds) if numel * itemsize <= AT_ONCE_BYTES else cost
 
     def _together(self, placed: Placed) -> int:
         """How many neighbouring rows of a column are on one host."""
