@@ -106,10 +106,10 @@ def _lies(lies: tuple[Lie, ...], dimension: int) -> Lies:
 def lacking(held: Lies, needed: Lies) -> tuple[Integers, Array]:
     """What a process lacks if it holds its part of one division of the activations and needs its part of another.
 
-    A process holds 1/Pc of the samples, and 1/Pr of their images if these are in strips. Finer parts are contained in coarser ones
-    (rank r is in column r mod Pc and row r div Pc), so of what it needs, a process has one part in the least common multiple of
-    both; if neither division is finer, this holds for the process that lacks most. Eq. 6 is the case from batch to pure model:
-    (P-1)/P of all activations, from P processes.
+    A process holds 1/Pc of the samples, and 1/Pr of their images if these are in strips. Where finer parts are contained in coarser
+    ones, a process has one part of what it needs in the least common multiple of both. Eq. 6 is the case from batch to pure model:
+    (P-1)/P of all activations, from P processes. Not so between two grids that both have several rows and columns (rank r is in
+    column r mod Pc and row r div Pc, and columns have contiguous samples): there a process may have none of it, and lacks more.
 
     Returns the number of processes that exchange data, 1 where each has all that it needs; and what a process receives, as a share
     of the whole batch's activations.
