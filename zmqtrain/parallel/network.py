@@ -12,7 +12,7 @@ import asyncio
 import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -196,12 +196,8 @@ class NetworkCommunicator:
             self._fabric.count(label, parts[(self.rank - hop) % self.size].nbytes)
 
         async def at_once() -> list[Tensor]:
-            tag = self._group.tag((str(label), number))
-            async with asyncio.TaskGroup() as tasks:
-                for peer, come in enumerate(parts):
-                    if peer != self.rank:
-                        tasks.create_task(self._send(peer, tag, parts[self.rank]))
-                        tasks.create_task(self._receive(peer, tag, come, label))
+            others = {peer: part for peer, part in enumerate(parts) if peer != self.rank}
+            await self._at_once(self._group.tag((str(label), number)), dict.fromkeys(others, parts[self.rank]), others, label)
             return [each.view(shape) for each, shape in zip(parts, shapes, strict=True)]
 
         async def around() -> list[Tensor]:
@@ -244,13 +240,8 @@ class NetworkCommunicator:
             self._fabric.count(label, part.nbytes)
 
         async def work() -> list[Tensor]:
-            tag = self._group.tag((str(label), number))
-            async with asyncio.TaskGroup() as tasks:
-                for to, part in outgoing.items():
-                    tasks.create_task(self._send(to, tag, part))
-                for source, memory in enumerate(come):
-                    if source != self.rank and memory.numel():
-                        tasks.create_task(self._receive(source, tag, memory, label))
+            into = {source: memory for source, memory in enumerate(come) if source != self.rank and memory.numel()}
+            await self._at_once(self._group.tag((str(label), number)), outgoing, into, label)
             total = come[0]
             for memory in come[1:]:  # in the order of ranks, whichever came first
                 total.add_(memory)
@@ -265,6 +256,14 @@ class NetworkCommunicator:
         pending = self._fabric.begin(work, label, peers)
         device = next((device for device in devices if device.type not in ("cpu", "meta")), None)
         return pending if device is None else _OnDevice(pending, device)
+
+    async def _at_once(self, tag: Tag, outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], label: Label) -> None:
+        """Send to some ranks and receive from some."""
+        async with asyncio.TaskGroup() as tasks:
+            for to, part in outgoing.items():
+                tasks.create_task(self._send(to, tag, part))
+            for source, memory in into.items():
+                tasks.create_task(self._receive(source, tag, memory, label))
 
     async def _send(self, to: int, tag: Tag, part: Tensor) -> None:
         # The endpoint keeps the memory, which is ours alone, until it has arrived.
