@@ -223,6 +223,11 @@ def kept_payload(name: str, value: Value) -> TensorPayload:
     raise CheckpointError(f"the checkpoint has an invalid {name}: {value!r:.100}; use an earlier checkpoint")
 
 
+def kept_value(payload: Payload) -> Value:
+    """A tensor as it stands in a sidecar, for `kept_payload`."""
+    return [payload.dtype, b"".join(payload.frames())]
+
+
 def shape_of(payload: Payload) -> tuple[int, ...]:
     shape = getattr(payload, "shape", None)
     return (payload.numel,) if shape is None else tuple(shape)

@@ -9,7 +9,7 @@ from zmqtrain.collectives.group import Group
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, Replica
-from zmqtrain.exchange.checkpoint_part import kept_payload
+from zmqtrain.exchange.checkpoint_part import kept_payload, kept_value
 from zmqtrain.exchange.factor_mean import FactorMean
 from zmqtrain.exchange.matrices import matrices_of
 from zmqtrain.exchange.rounded_mean import RoundedMean
@@ -84,7 +84,7 @@ class CompressedSums:
     def state_dict(self) -> dict[str, Value]:
         """What compression has not sent yet, and what it needs beside that."""
         kept = {} if self._mean is None else self._mean.state(self.group)
-        return {name: [payload.dtype, b"".join(payload.frames())] for name, payload in kept.items()}
+        return {name: kept_value(payload) for name, payload in kept.items()}
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         """Call it before `start`."""

@@ -8,7 +8,7 @@ from functools import partial
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket
-from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
+from zmqtrain.exchange.checkpoint_part import kept_payload, kept_value, require_like
 from zmqtrain.exchange.matrices import matrices_of
 from zmqtrain.exchange.pieces import Piece
 from zmqtrain.wire.compress import Compressor, Matrix, make_compressor
@@ -58,7 +58,7 @@ class PushCompression:
     def state_dict(self) -> dict[str, Value]:
         """What compression has not sent yet, and what it needs beside that."""
         payloads = {key: TensorPayload.of(tensor) for key, tensor in self._compressor.state_dict().items()}
-        return {key: [payload.dtype, b"".join(payload.frames())] for key, payload in payloads.items()}
+        return {key: kept_value(payload) for key, payload in payloads.items()}
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         self._unsent = {key: kept_payload(f"the unsent gradient of piece {key}", kept) for key, kept in state.items()}

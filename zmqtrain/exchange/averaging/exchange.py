@@ -20,7 +20,7 @@ from zmqtrain.exchange.averaging.alike import require_alike
 from zmqtrain.exchange.averaging.fragments import Fragments
 from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer, copy_of
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
-from zmqtrain.exchange.checkpoint_part import kept_payload, require_like
+from zmqtrain.exchange.checkpoint_part import kept_payload, kept_value, require_like
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.elastic_sums import GroupSums
 from zmqtrain.exchange.gradient_sum import GradientSum
@@ -305,7 +305,7 @@ class AveragingExchange(Serverless):
         if self._rounded is not None:
             errors = self._rounded.state(self._groups.column)
             kept |= {f"lost/{name}": payload for name, payload in errors.items()}
-        return {name: [payload.dtype, b"".join(payload.frames())] for name, payload in kept.items()}
+        return {name: kept_value(payload) for name, payload in kept.items()}
 
     def _kept(self) -> dict[str, Payload]:
         """The method's state, and averages that have arrived but are not applied yet."""

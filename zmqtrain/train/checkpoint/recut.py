@@ -13,7 +13,7 @@ from torch import Tensor
 from zmqtrain.collectives.group import bounds
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange, Resumable
-from zmqtrain.exchange.checkpoint_part import Part, kept_payload, taking_back
+from zmqtrain.exchange.checkpoint_part import Part, kept_payload, kept_value, taking_back
 from zmqtrain.train.checkpoint.layout import Layout, Wholes
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
@@ -77,8 +77,7 @@ async def recut_averages(
         start, stop = (0, numel) if now_whole else bounds(numel, len(sharers))[sharers.index(position)]
         for kind in wholes.kinds:
             values = wholes.take(now, bucket, row, start, stop, kind)
-            payload = TensorPayload.of(_together(values, kind))
-            found[f"{kind}/{bucket}"] = [payload.dtype, b"".join(payload.frames())]
+            found[f"{kind}/{bucket}"] = kept_value(TensorPayload.of(_together(values, kind)))
     return Recut(was, now, found)
 
 

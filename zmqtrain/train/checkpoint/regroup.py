@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zmqtrain.collectives.group import bounds
 from zmqtrain.errors import CheckpointError
-from zmqtrain.exchange.checkpoint_part import kept_payload
+from zmqtrain.exchange.checkpoint_part import kept_payload, kept_value
 from zmqtrain.wire.compress.powersgd import RIGHTS
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
@@ -115,8 +115,7 @@ def _tensor(name: str, state: Mapping[str, Any]) -> Tensor:
 
 
 def _packed(tensor: Tensor) -> Value:
-    payload = TensorPayload.of(tensor.contiguous())
-    return [payload.dtype, b"".join(payload.frames())]
+    return kept_value(TensorPayload.of(tensor.contiguous()))
 
 
 def _averages(step: int, state: Mapping[str, Any]) -> dict[str, Value]:
