@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,12 +28,10 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.elastic import ASKING
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.course import Course
 from zmqtrain.train.shares import Shares, in_step
 from zmqtrain.wire.tensor import TensorPayload
-from zmqtrain.words import counted
 
-#: Of a course: the number of groups, the samples of a group in a step, and the fields of `zmqtrain.data.partition.Since`.
-GROUPS, BATCH, SINCE = "groups", "batch_size", "since"
 _OTHER_DATA = "says what these have left to train: resume with the same data, in a run that may lose workers ([job] elastic)"
 
 
@@ -94,11 +91,11 @@ class Batches(Protocol):
     def load_state_dict(self, state: object) -> None:
         """Continue from ``state``, a result of `state_dict`. Raises `CheckpointError` if it belongs to other data."""
 
-    def course(self) -> dict[str, Any]:
+    def course(self) -> Course:
         """Which samples a step takes: what `take_course` needs, also in a run with other groups or batches."""
         ...
 
-    def take_course(self, course: Mapping[str, Any], step: int, *, left: bool) -> None:
+    def take_course(self, course: Course, step: int, *, left: bool) -> None:
         """Go on with ``step`` where the run was whose `course` this is. ``left``: its `state_dict` said more of that than the step.
         Call it before `load_state_dict`. Raises `CheckpointError` if this run's steps cannot begin there."""
 
@@ -126,21 +123,21 @@ class _Counted:
     def trained(self, step: int) -> int:
         return self._partition.trained(step)
 
-    def course(self) -> dict[str, Any]:
+    def course(self) -> Course:
         mine = self._partition
-        return {GROUPS: mine.groups, BATCH: mine.batch_size, SINCE: list(astuple(mine.since))}
+        return Course(mine.groups, mine.batch_size, mine.since)
 
-    def take_course(self, course: Mapping[str, Any], step: int, *, left: bool) -> None:
-        mine, (groups, batch_size, since) = self._partition, _read(course)
-        was = replace(mine, groups=groups, batch_size=batch_size, group_size=1, since=since)
-        if (was.groups, was.batch_size) == (mine.groups, mine.batch_size):
-            self._partition = replace(mine, since=was.since)
+    def take_course(self, course: Course, step: int, *, left: bool) -> None:
+        mine, since = self._partition, course.begins
+        if course.divides_as(self.course()):
+            self._partition = replace(mine, since=since)
             return
         if left:
             raise CheckpointError(
                 f"the checkpoint was written when workers had been lost, and what these had left is counted in the batches of "
-                f"{_in_words(course)}: resume with these, or from an earlier checkpoint"
+                f"{course}: resume with these, or from an earlier checkpoint"
             )
+        was = replace(mine, groups=course.groups, batch_size=course.batch_size, group_size=1, since=since)
         self._partition = replace(mine, since=was.going_on(step))
 
     def group_samples(self, step: int) -> float | None:
@@ -381,20 +378,20 @@ class RingBatches:
         whole = laps * sum(map(len, ring.parts))
         return since.trained + whole + sum(ring.samples_at(since.step + slot) for slot in range(more))
 
-    def course(self) -> dict[str, Any]:
-        return {GROUPS: self._ring.peers, BATCH: self._ring.batch_size, SINCE: list(astuple(self._since))}
+    def course(self) -> Course:
+        return Course(self._ring.peers, self._ring.batch_size, self._since)
 
-    def take_course(self, course: Mapping[str, Any], step: int, *, left: bool) -> None:
+    def take_course(self, course: Course, step: int, *, left: bool) -> None:
         """With other groups or batches the ring is divided anew, so only between two laps."""
-        groups, batch_size, since = _read(course)
-        if (groups, batch_size) != (self._ring.peers, self._ring.batch_size):
+        since = course.begins
+        if not course.divides_as(self.course()):
             assert self.samples is not None
-            was = Ring.of(self.samples, groups, batch_size, self._seed[0])
+            was = Ring.of(self.samples, course.groups, course.batch_size, self._seed[0])
             laps, more = divmod(step - since.step, was.steps)
             if more:
                 raise CheckpointError(
                     f"the checkpoint was written within a lap of the sample ring, which is divided in another way among "
-                    f"{_in_words(course)}: resume with these, or from a checkpoint after a lap (every {was.steps} steps since step "
+                    f"{course}: resume with these, or from a checkpoint after a lap (every {was.steps} steps since step "
                     f"{since.step})"
                 )
             since = Since(step, since.epoch + laps, trained=since.trained + laps * self.samples)
@@ -461,7 +458,7 @@ class StreamBatches:
             peers = tuple(worker.peer for worker in placement.workers)
             self._world = Group(context.endpoint, peers, role.index, "data", timeout_s=context.timeouts.barrier_s)
         self._recorder = context.recorder
-        self._course = {GROUPS: placement.groups, BATCH: topology.compute.batch_size}
+        self._course = Course(placement.groups, topology.compute.batch_size)
         self._apart = source.shard is not None
         self.promise = Promise.of_stream(source)
 
@@ -494,20 +491,18 @@ class StreamBatches:
         return None
 
     def trained(self, step: int) -> int:
-        return step * self._course[GROUPS] * self._course[BATCH]
+        return step * self._course.samples
 
-    def course(self) -> dict[str, Any]:
-        return dict(self._course)
+    def course(self) -> Course:
+        return self._course
 
-    def take_course(self, course: Mapping[str, Any], step: int, *, left: bool) -> None:
+    def take_course(self, course: Course, step: int, *, left: bool) -> None:
         """Other groups go on only where all read the whole stream, and take as many samples of it in a step as before."""
-        was, now = course[GROUPS] * course[BATCH], self._course[GROUPS] * self._course[BATCH]
+        was, now = course.samples, self._course.samples
         if course == self._course or (was == now and not self._apart):
             return
         why = "a part of its own for each of their workers" if self._apart else f"{was} samples a step, where it is {now} now"
-        raise CheckpointError(
-            f"the checkpoint says how far {_in_words(course)} have read the stream {self._name}, {why}: resume with these"
-        )
+        raise CheckpointError(f"the checkpoint says how far {course} have read the stream {self._name}, {why}: resume with these")
 
     async def batch(self, step: int, *, ahead: bool) -> Batch:
         return await self._loader.take(ahead=ahead)
@@ -531,19 +526,6 @@ class StreamBatches:
 
     async def close(self, timeout_s: float) -> None:
         await self._loader.close(timeout_s)
-
-
-def _read(course: Mapping[str, Any]) -> tuple[int, int, Since]:
-    """Groups, samples of a group in a step, and where these begin. Raises `ValueError`."""
-    match course:
-        case {"groups": int(groups), "batch_size": int(batch_size), "since": [int(), int(), int(), int()] as since}:
-            if groups > 0 and batch_size > 0 and min(since) >= 0:
-                return groups, batch_size, Since(*since)
-    raise ValueError(f"{course!r:.100} does not say which samples a step takes")
-
-
-def _in_words(course: Mapping[str, Any]) -> str:
-    return f"{counted(course[GROUPS], 'group')} with batch_size = {course[BATCH]!r:.20}"
 
 
 def _check_stream(source: Source, context: RoleContext, *, limited: bool) -> None:

@@ -37,6 +37,7 @@ from zmqtrain.train.checkpoint.layout import Layout
 from zmqtrain.train.checkpoint.recut import Recut, recut_averages, recut_servers, refuse_unsent_parts, tensors_of
 from zmqtrain.train.checkpoint.regroup import has_unsent, mean_state, regrouped
 from zmqtrain.train.checkpoint.spool import Spool
+from zmqtrain.train.course import Course
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.divided import PartConverter
 from zmqtrain.train.optimizer_state import ANOTHER_MODEL, load_optimizer_state, optimizer_state
@@ -61,9 +62,9 @@ class Keeps(Protocol):
 
     def load_state_dict(self, state: object) -> None: ...
 
-    def course(self) -> dict[str, Any]: ...
+    def course(self) -> Course: ...
 
-    def take_course(self, course: Mapping[str, Any], step: int, *, left: bool) -> None: ...
+    def take_course(self, course: Course, step: int, *, left: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class Saver:
         if replica.loss_scale is not None:
             values["loss_scale"] = replica.loss_scale.state()
         if self.data is not None:
-            values |= {"data": self.data.state_dict(), COURSE: self.data.course()}
+            values |= {"data": self.data.state_dict(), COURSE: self.data.course().to_value()}
         added = _added_up(exchange, step)
         if added is not None:
             # These are each worker's own, even if the model is divided, as are the gradients that it will add to them.
@@ -168,14 +169,12 @@ class Saver:
             load_optimizer_state(replica.model, replica.optimizer, await self._restore_into(self._group_part, into, parts))
         replica.memory.publish()
         recut = await self._recut(own, replica, exchange)
-        state = {} if recut is not None or was == self.groups else await self._regrouped(was, own, exchange)
+        state = {} if recut is not None else await self._exchange_state(was, own, exchange)
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
             if recut is not None:
                 recut.load_into(exchange)
-            elif was == self.groups:
-                exchange.load_state_dict(own.sidecar["exchange"])  # type: ignore[arg-type]
             else:
                 exchange.load_state_dict(state)
             if self.data is not None:
@@ -197,15 +196,15 @@ class Saver:
             name = f"{AS_KEPT}worker-{neighbour}"
 
     def _take_course(self, own: Part) -> None:
-        if self.data is not None and COURSE in own.sidecar:
+        course = _course_of(own)
+        if self.data is not None and course is not None:
             with taking_back(own.name):
-                self.data.take_course(own.sidecar[COURSE], own.step, left=own.sidecar.get("data") is not None)  # type: ignore[arg-type]
+                self.data.take_course(course, own.step, left=own.sidecar.get("data") is not None)
 
     def _groups_of(self, own: Part) -> int:
         """The number of groups of the run that wrote the checkpoint."""
-        course: Any = own.sidecar.get(COURSE)
-        with taking_back(own.name):
-            return self.groups if course is None else int(course["groups"])
+        course = _course_of(own)
+        return self.groups if course is None else course.groups
 
     async def _joined_state(self, was: int, parts: PartConverter) -> dict[str, Tensor]:
         """The optimizer's state of this group, which has the run's model: of ``was`` groups, the mean over those that come together
@@ -220,8 +219,11 @@ class Saver:
             there = [await self._restore_into(AS_KEPT + self._group_part_of(neighbour), {}, parts)]
         return mean_state([{name: each for name, each in state.items() if name.startswith("optimizer/")} for state in there])
 
-    async def _regrouped(self, was: int, own: Part, exchange: Exchange) -> dict[str, Value]:
+    async def _exchange_state(self, was: int, own: Part, exchange: Exchange) -> dict[str, Any]:
         """The exchange's state for this number of groups, where there were ``was``."""
+        if was == self.groups:
+            with taking_back(own.name):
+                return dict(own.sidecar["exchange"])  # type: ignore[arg-type]
         size, everyone = self.size[0], self.kind == "allreduce"  # whose workers all exchange the same elements
         ranks = range(was * size) if everyone else range(self.position, was * size, size)
         kept: Any = own.sidecar["exchange"]
@@ -256,7 +258,9 @@ class Saver:
             return None
         with taking_back(own.name):
             was, now = Layout.from_value(kept), self._layout(replica)
-        groups, regrouped = self._groups_of(own), self.data is not None and _differs(own.sidecar.get(COURSE), self.data.course())
+        course = _course_of(own)
+        groups = self._groups_of(own)
+        regrouped = self.data is not None and course is not None and not course.divides_as(self.data.course())
         others = (was.group_size, was.parameters, own.sidecar.get("columns")) != (now.group_size, now.parameters, self.size[1])
         if (others or regrouped) and own.sidecar.get("added up") is not None:
             raise CheckpointError(
@@ -338,12 +342,12 @@ class Saver:
         was = self._groups_of(own)
         await self._restore_into(MODEL, _state(replica.model), parts)
         if self._apart and was != self.groups:
-            state = await self._joined_state(was, parts)
+            optimizer = await self._joined_state(was, parts)
         else:
             into = _parameters(replica) if self.kind == "averaging" else {}
             others = await self._restore_into(AS_KEPT + self._group_part_of(neighbour), into, parts)
-            state = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
-        load_optimizer_state(replica.model, replica.optimizer, state)
+            optimizer = {name: tensor for name, tensor in others.items() if name.startswith("optimizer/")}
+        load_optimizer_state(replica.model, replica.optimizer, optimizer)
         replica.memory.publish()
         if own.sidecar.get("added up") is not None:
             raise CheckpointError(
@@ -351,17 +355,16 @@ class Saver:
                 "worker was lost: resume from a checkpoint right after an exchange"
             )
         recut = await self._recut(own, replica, exchange)
-        regrouped_state = {} if recut is not None or was == self.groups else await self._regrouped(was, own, exchange)
+        state = {} if recut is not None else await self._exchange_state(was, own, exchange)
+        if was == self.groups:  # what was lost by rounding is each worker's own
+            state = {name: value for name, value in state.items() if not name.startswith("lost/")}
         with taking_back(own.name):
             if replica.loss_scale is not None:
                 replica.loss_scale.load(own.sidecar.get("loss_scale"))
-            kept: Any = own.sidecar["exchange"]
             if recut is not None:
                 recut.load_into(exchange)
-            elif was != self.groups:
-                exchange.load_state_dict(regrouped_state)
-            else:  # what was lost by rounding is each worker's own
-                exchange.load_state_dict({name: value for name, value in kept.items() if not name.startswith("lost/")})
+            else:
+                exchange.load_state_dict(state)
             if self.data is not None and self.kind == "allreduce":  # all go on at the same place
                 self.data.load_state_dict(own.sidecar.get("data"))
 
@@ -423,9 +426,10 @@ class Saver:
         return {key: tensor for key, tensor in tensors.items() if key not in targets}
 
 
-def _differs(was: Any, now: Mapping[str, Any]) -> bool:
-    """Whether groups or their batches are others, as far as the checkpoint says what they were."""
-    return isinstance(was, Mapping) and any(was.get(name) != now[name] for name in ("groups", "batch_size"))
+def _course_of(own: Part) -> Course | None:
+    """Which samples a step took; ``None`` if the checkpoint is of a release that did not say it."""
+    with taking_back(own.name):
+        return Course.from_value(own.sidecar[COURSE]) if COURSE in own.sidecar else None  # type: ignore[arg-type]
 
 
 def _added_up(exchange: Exchange, step: int) -> list[Value] | None:
