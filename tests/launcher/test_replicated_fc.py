@@ -52,9 +52,16 @@ def events_of(run: Launched) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def copied(run: Launched, to: str) -> bool:
-    backups = [event["values"] for event in events_of(run) if event["kind"] == "backup"]
-    return any(each["shard"] == 2 and each["backup"] == to for each in backups)
+def took_over(events: list[dict[str, Any]]) -> list[str]:
+    return [f"fc/{event['rank']}" for event in events if event["kind"] == "took over" and event["values"]["shard"] == 2]
+
+
+def goes_on(run: Launched) -> bool:
+    """Whether fc/1 has taken over and has said so, and fc/0 has a copy again. What a process has not yet reported when it is
+    killed is lost with it, and the coordinator may know of the copy before the event has come."""
+    events = events_of(run)
+    backups = [event["values"] for event in events if event["kind"] == "backup"]
+    return "fc/1" in took_over(events) and any(each["shard"] == 2 and each["backup"] == "fc/0" for each in backups)
 
 
 def losses(folder: Path, *, kill: bool) -> dict[tuple[int, int], float]:
@@ -71,7 +78,7 @@ def losses(folder: Path, *, kill: bool) -> dict[tuple[int, int], float]:
             os.kill(pids["fc/0"], signal.SIGKILL)
             (folder / "killed").touch()
             end = time.monotonic() + PATIENCE_S
-            while not copied(run, "fc/0") and time.monotonic() < end:  # what is missing is shown below
+            while not goes_on(run) and time.monotonic() < end:  # what is missing is shown below
                 time.sleep(0.02)
             os.kill(pids["fc/1"], signal.SIGKILL)
         for file in ("killed", "killed-again"):
@@ -81,8 +88,7 @@ def losses(folder: Path, *, kill: bool) -> dict[tuple[int, int], float]:
         assert run.json("summary.json")["checkpoints"]["newest"] == STEPS
         assert (run.run / "model.safetensors").exists()
     if kill:
-        took = [f"fc/{event['rank']}" for event in events if event["kind"] == "took over" and event["values"]["shard"] == 2]
-        assert took == ["fc/1", "fc/0"]
+        assert took_over(events) == ["fc/1", "fc/0"]
     return {(event["step"], event["rank"]): event["values"]["loss"] for event in events if event["kind"] == "step"}
 
 
