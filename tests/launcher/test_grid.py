@@ -67,7 +67,7 @@ def losses(folder: Path, grid: str, plan: str = "") -> list[float]:
         (evaluation,) = [event["values"] for event in events if event["kind"] == "eval"]
     means: dict[int, list[float]] = {}
     for event in events:
-        if event["kind"] == "step" and event["rank"] < columns:
+        if event["kind"] == "step" and event["rank"] % rows == 0:
             means.setdefault(event["step"], []).append(event["values"]["loss"])
     assert len(means) == 8
     return [*(sum(means[step]) / columns for step in range(8)), evaluation["eval_loss"]]

@@ -122,7 +122,7 @@ def compare(
             # A gradient that is zero but for rounding, as that of the keys' bias, is compared with the others.
             largest = max((float(each.abs().max()) for each in due.gradients[step].values()), default=0.0)
             for name, gradient in found.items():
-                one, judge = (shards[name].cut(each.gradients[step][name], fabric.rank // grid.columns) for each in (due, exact))
+                one, judge = (shards[name].cut(each.gradients[step][name], grid.place(fabric.rank)[0]) for each in (due, exact))
                 close(gradient, one, f"gradient of {name}", exact=judge, least=largest / 1e3)
         counted = {
             label: Sent(count, fabric.traffic.nbytes[label])

@@ -92,6 +92,16 @@ def test_a_group_larger_than_any_host_takes_as_few_as_can_be() -> None:
     assert hosts_of(place(topology_of([5, 2], groups=2, size=3))) == [["h0"] * 3, ["h0", "h0", "h1"]]
 
 
+def test_the_rows_of_a_grid_are_on_a_host_where_they_fit() -> None:
+    """Rank r is in column r div Pr and row r mod Pr."""
+    placement = place(topology_of([4, 4], size=8, more='grid = "2x4"\ndevice = "cpu"'))
+    assert hosts_of(placement) == [["h0", "h1"] * 4]
+    assert [(role.local_rank, role.slot) for role in placement.workers] == [(each, each) for each in range(4) for _ in range(2)]
+    placement = place(topology_of([2] * 4, groups=2, size=4, more='grid = "2x2"'))
+    assert hosts_of(placement) == [["h0", "h1"] * 2, ["h2", "h3"] * 2]
+    assert hosts_of(place(topology_of([2, 2], size=4, more='grid = "4x1"'))) == [["h0", "h0", "h1", "h1"]]
+
+
 def test_one_group_on_each_of_three_home_machines() -> None:
     placement = place(topology_of([8, 4, 2], groups=3))
     assert [(role.host, role.threads) for role in placement.workers] == [("h0", 8), ("h1", 4), ("h2", 2)]

@@ -51,7 +51,7 @@ def recipe() -> Recipe:
 def whole(shared: Recipe, group: int, grid: str) -> torch.Tensor:
     """A group's parameters, of the parts of its rows."""
     rows, columns = map(int, grid.split("x"))
-    models = [shared.models[f"worker/{group * rows * columns + row * columns}"] for row in range(rows)]
+    models = [shared.models[f"worker/{group * rows * columns + row}"] for row in range(rows)]
     found = []
     for name, parameter in network().named_parameters():
         parts = [dict(model.named_parameters())[name].detach() for model in models]

@@ -116,10 +116,8 @@ def make_feed(
         if topology.asks_elastic:
             raise UsageError(f"other workers cannot take over a stream in the middle: remove {ASKING}")
         start, stop = shares.bounds(0)
-        columns = topology.compute.columns
-        place = StreamPlace(
-            role.group * columns + role.position % columns, placement.groups * columns, start, stop, placement.groups * size
-        )
+        columns, column = topology.compute.columns, topology.compute.column_of(role.position)
+        place = StreamPlace(role.group * columns + column, placement.groups * columns, start, stop, placement.groups * size)
         loader = StreamLoader(source, place, seed, BackgroundThread("zmqtrain-loader"), finish, source.processes)
         return StreamFeed(loader, source.name, epoch, agree, size)
     partition = partition_of(source, placement.groups, topology, size)

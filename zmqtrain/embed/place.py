@@ -55,7 +55,7 @@ class Place:
     def column(self) -> int:
         """The number of this worker's samples in its group: workers with the same number divide the model (``[compute] grid``) and
         must have the same samples. Without a grid, `position`."""
-        return self.position % self.columns
+        return self._core.context.topology.compute.column_of(self.position)
 
     @property
     def columns(self) -> int:

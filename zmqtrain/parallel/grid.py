@@ -14,7 +14,9 @@ _GRID = re.compile(r"(\d{1,5})x(\d{1,5})")
 class Grid:
     """P = ``rows`` x ``columns`` processes. Pr = ``rows`` divides a layer's model or domain, Pc = ``columns`` the batch.
 
-    Rank r is the process in row ``r // columns`` and column ``r % columns``. The processes of a *row* have the same part of the
+    Rank r is the process in row ``r % rows`` and column ``r // rows``: a column's processes are neighbours. So
+    what rank r has of the samples contains the place ``r / P`` of the batch, on every grid, and little has to move from one grid to
+    another. The processes of a *row* have the same part of the
     weights and different samples: they sum weight gradients. Those of a *column* have the same samples and different parts of the
     weights (or of the image): they gather activations and sum their gradients.
     """
@@ -44,17 +46,18 @@ class Grid:
 
     def place(self, rank: int) -> tuple[int, int]:
         """(row, column) of a rank."""
-        return divmod(rank, self.columns)
+        column, row = divmod(rank, self.rows)
+        return row, column
 
     def rank(self, row: int, column: int) -> int:
         """The rank at a place."""
-        return row * self.columns + column
+        return column * self.rows + row
 
     def row(self, rank: int) -> tuple[int, ...]:
         """The ranks of this rank's row, which share its part of the weights; in order of their columns."""
-        first = rank - rank % self.columns
-        return tuple(range(first, first + self.columns))
+        return tuple(range(rank % self.rows, self.size, self.rows))
 
     def column(self, rank: int) -> tuple[int, ...]:
         """The ranks of this rank's column, which share its samples; in order of their rows."""
-        return tuple(range(rank % self.columns, self.size, self.columns))
+        first = rank - rank % self.rows
+        return tuple(range(first, first + self.rows))

@@ -134,8 +134,8 @@ class Paper:
     ) -> Changes:
         """Eq. 6, and its equivalent for other changes: the data that a process lacks."""
         held, needed = Lies.of([each.needs() for each in sources], 0), Lies.of([each.needs() for each in targets], 1)
-        pieces, share = lacking(needed, held) if back else lacking(held, needed)
-        return Changes(np.ceil(np.log2(pieces)), ChangedByte(share, share, np.zeros_like(share)))
+        messages, share = lacking(needed, held) if back else lacking(held, needed)
+        return Changes(np.ceil(np.log2(messages + 1)), ChangedByte(share, share, np.zeros_like(share)))
 
     def meetings(
         self, before: Stage, sources: Sequence[Placed], at: Stage, targets: Sequence[Placed], *, back: bool = False

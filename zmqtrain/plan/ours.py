@@ -34,7 +34,8 @@ STATISTICS_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """Implements `zmqtrain.plan.costs.Pricing`. Ranks are placed on hosts in order, so a row is on one host if it fits."""
+    """Implements `zmqtrain.plan.costs.Pricing`. Rows are placed on hosts in order (`zmqtrain.topology.placement`), so a row is on
+    one host if it fits."""
 
     word_bytes: int = WORD_BYTES
     per_host: int = 1
@@ -104,11 +105,11 @@ class Ours:
         shape = len(held.samples), needed.samples.shape[1]
         messages, share, memory = (np.zeros(shape) for _ in range(3))
         for one, other in ways:
-            pieces, part = lacking(other, one) if back else lacking(one, other)
+            number, part = lacking(other, one) if back else lacking(one, other)
             memory = memory + 2 * part * size
             if not back:
-                pieces, part = _gathered(before, one, other, pieces, part)
-            messages, share = messages + pieces - 1, share + part
+                number, part = _gathered(before, one, other, number, part)
+            messages, share = messages + number, share + part
         if size <= self.per_host:
             nothing = np.zeros_like(share)
             return Changes(nothing, ChangedByte(nothing, nothing, memory))
@@ -339,16 +340,16 @@ def _left(stage: Stage, placed: Sequence[Placed]) -> list[Lie]:
     return [each.leaves(channels=stage.leaves_channels, strips=strips[each.parts]) for each in placed]
 
 
-def _gathered(before: Stage, one: Lies, other: Lies, pieces: Integers, share: Array) -> tuple[Integers, Array]:
-    """Pieces and share where a ring within each column brings together what its rows hold; elsewhere as they were."""
+def _gathered(before: Stage, one: Lies, other: Lies, messages: Integers, share: Array) -> tuple[Integers, Array]:
+    """Messages and share where a ring within each column brings together what its rows hold; elsewhere as they were."""
     rings = (one.samples == other.samples) & (other.channels == 1) & (other.strips == 1) & (other.wide == 1)
     rings &= (one.strips == 1) | (one.wide == 1)
     tall, wide = before.image_size
     units = np.where(one.channels > 1, before.head.units, np.where(one.wide > 1, wide, tall))
     rows = np.maximum(np.maximum(one.channels, one.strips), one.wide)
     smallest = np.where(rows == 1, units, units // rows)  # as in `ring`
-    messages = np.where(rows == 1, 0, np.where(smallest > 0, rows - 1, np.minimum(units, rows - 1)))
-    return np.where(rings, messages + 1, pieces), np.where(rings, (units - smallest) / units / one.samples, share)
+    passed = np.where(rows == 1, 0, np.where(smallest > 0, rows - 1, np.minimum(units, rows - 1)))
+    return np.where(rings, passed, messages), np.where(rings, (units - smallest) / units / one.samples, share)
 
 
 @dataclass(frozen=True, slots=True)

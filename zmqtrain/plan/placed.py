@@ -106,15 +106,34 @@ def _lies(lies: tuple[Lie, ...], dimension: int) -> Lies:
 def lacking(held: Lies, needed: Lies) -> tuple[Integers, Array]:
     """What a process lacks if it holds its part of one division of the activations and needs its part of another.
 
-    A process holds 1/Pc of the samples, and 1/Pr of their images if these are in strips. Where finer parts are contained in coarser
-    ones, a process has one part of what it needs in the least common multiple of both. Eq. 6 is the case from batch to pure model:
-    (P-1)/P of all activations, from P processes. Not so between two grids that both have several rows and columns (rank r is in
-    column r mod Pc and row r div Pc, and columns have contiguous samples): there a process may have none of it, and lacks more.
+    All parts are contiguous, and rank r is in column r div Pr and row r mod Pr (`zmqtrain.parallel.grid`). So a process has at
+    least one part of what it needs in the least common multiple of both divisions: Eq. 6 is the case from batch to pure model,
+    (P-1)/P of all activations, from P processes. Only where rows divide the same dimension in both, into other numbers of parts,
+    has some process nothing of what it needs.
 
-    Returns the number of processes that exchange data, 1 where each has all that it needs; and what a process receives, as a share
-    of the whole batch's activations.
+    Returns the messages that a process receives, and their size as a share of the whole batch's activations: those of the process
+    that lacks most. Between strips of which neither kind contains the other (2 and 3 of them) there may be a message fewer.
     """
+    pieces = _meeting(held.samples, needed.samples) * _meeting(held.channels, needed.channels)
+    pieces = pieces * _meeting(held.strips, needed.strips) * _meeting(held.wide, needed.wide)
     parts = needed.samples * needed.channels * needed.strips * needed.wide
     common = np.lcm(held.samples, needed.samples)
     common = common * np.lcm(held.channels, needed.channels) * np.lcm(held.strips, needed.strips) * np.lcm(held.wide, needed.wide)
-    return common // parts, 1 / parts - 1 / common
+    # Of strips of height and width, row r mod Pr has the height r mod Pr div W and the width r mod W.
+    rows_differ = held.strips * held.wide != needed.strips * needed.wide
+    apart = _both_divide(held.channels, needed.channels) | _both_divide(held.wide, needed.wide)
+    apart |= (held.strips > 1) & (needed.strips > 1) & rows_differ
+    return np.where(apart, pieces, pieces - 1), 1 / parts - np.where(apart, 0, 1 / common)
+
+
+def _meeting(held: Integers, needed: Integers) -> Integers:
+    """How many of the contiguous parts of one division meet one part of another: the most."""
+    both = np.gcd(held, needed)
+    held, needed = held // both, needed // both
+    return np.where(needed == 1, held, np.where(held == 1, 1, (held - 2) // needed + 2))
+
+
+def _both_divide(held: Integers, needed: Integers) -> NDArray[np.bool_]:
+    """Where both divide a dimension, into different numbers of parts."""
+    found: NDArray[np.bool_] = (np.minimum(held, needed) > 1) & (held != needed)
+    return found

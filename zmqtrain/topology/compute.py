@@ -177,6 +177,11 @@ class Compute(Section):
         """Pc, the number of workers that divide the batch among them."""
         return self.group_size // self.rows
 
+    def column_of(self, position: int) -> int:
+        """The column of the grid (`zmqtrain.parallel.grid.Grid`) of the worker at this position in its group: the part of the
+        group's samples that it has. Without a grid, the position."""
+        return position // self.rows
+
     @property
     def workers(self) -> int:
         """The number of workers of all groups together."""

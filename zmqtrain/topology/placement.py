@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Literal, TypeVar
 
 from zmqtrain.errors import PlacementError
+from zmqtrain.topology.compute import Compute
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.words import counted
 
@@ -169,7 +170,7 @@ def place(topology: Topology) -> Placement:
     Raises `PlacementError` if there are more workers than slots and the file does not allow it.
     """
     compute = topology.compute
-    sharing = _hosts_of_workers(topology)
+    sharing = _rows_together(_hosts_of_workers(topology), compute)
     counts = Counter(sharing)
     host_of = _repeated(sharing, compute.group_size, compute.pipeline)
     slots = _repeated(_slots(sharing), compute.group_size, compute.pipeline)
@@ -252,6 +253,16 @@ def place_before(topology: Topology) -> Placement:
     hosts = tuple(host.model_copy(update={"slots": max(1, host.slots)}) for host in topology.hosts)
     job = topology.job.model_copy(update={"oversubscribe": True})
     return place(topology.model_copy(update={"hosts": hosts, "job": job}))
+
+
+def _rows_together(hosts: Sequence[str], compute: Compute) -> list[str]:
+    """The host of each rank, where a group's hosts are given in order: on a grid, row after row.
+
+    The workers of a column are neighbours (`Compute.column_of`), but those of a row share a host where they fit: gradients of
+    weights are then added up in its memory, which are often more than the activations that columns exchange."""
+    rows, columns, size = compute.rows, compute.columns, compute.group_size
+    groups = [hosts[start : start + size] for start in range(0, len(hosts), size)]
+    return [group[position % rows * columns + position // rows] for group in groups for position in range(size)]
 
 
 def _slots(hosts: Sequence[str]) -> list[int]:

@@ -445,7 +445,7 @@ class StreamBatches:
         _check_stream(source, context, limited=self._epochs is not None)
         start, stop = shares.bounds(0)
         place = StreamPlace(
-            role.group * columns + role.position % columns,
+            role.group * columns + topology.compute.column_of(role.position),
             placement.groups * columns,
             start,
             stop,
@@ -573,7 +573,7 @@ def same_samples(context: RoleContext) -> int:
     """The rank of the first worker that has the same samples as this one, and draws the same for them: workers that divide a model
     between them do."""
     role = context.role
-    return role.index - role.position + role.position % context.topology.compute.columns
+    return role.index - role.position + context.topology.compute.column_of(role.position) * context.topology.compute.rows
 
 
 def sample_batch(source: Source, samples: int, finish: Finish, seed: int) -> Batch:
@@ -638,7 +638,7 @@ def ring_loader(context: RoleContext, samples: int, members: Members, contents: 
         contents,
         context.endpoint,
         name=first[role.peer] if members.splits else None,
-        share=members.share if members.splits else lambda step: (role.position % compute.columns, compute.columns),
+        share=members.share if members.splits else lambda step: (compute.column_of(role.position), compute.columns),
         ask=source,
         seed=(topology.job.seed, same_samples(context)),
         survives=members.survives,

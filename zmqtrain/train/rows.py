@@ -27,9 +27,9 @@ def rows_of_bucket(names: Sequence[str], shards: Mapping[str, Shard] | None) -> 
     grid = _grid(shard)
     parts = [[math.prod(shards[name].local_shape(row)) for name in names] for row in range(grid.rows)]
     return Rows(
-        positions=tuple(grid.row(row * grid.columns) for row in range(grid.rows)),
+        positions=tuple(grid.row(grid.rank(row, 0)) for row in range(grid.rows)),
         numels=tuple(map(sum, parts)),
-        own=shard.summed_over[0] // grid.columns,
+        own=grid.place(shard.summed_over[0])[0],
         starts=tuple(
             tuple(start for start, numel in zip(accumulate(numels, initial=0), numels, strict=False) if numel) for numels in parts
         ),

@@ -58,7 +58,7 @@ class Shares:
         even = [stop - start for start, stop in (even_bounds(batch, columns, column) for column in range(columns))]
         if compute.parts == "even":
             group = Scope(placement.group_members(role.group), batch * role.group, batch)
-            return cls(group, even, role.position % columns)  # workers that divide the model between them have the same samples
+            return cls(group, even, compute.column_of(role.position))  # a column's workers have the same samples
         scope = Scope.of(topology, placement, role, batch_size)
         place = scope.members.index(role.peer)
         if compute.parts == "measured":

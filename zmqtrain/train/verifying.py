@@ -181,7 +181,7 @@ def _whole_batch(fabric: Fabric, grid: Grid, batch: Batch, samples: int) -> Batc
     told = fabric.among(everyone).all_gather(own, [(3,)] * fabric.size, Label("", "statistics")).wait()
     facts = [tuple(int(number) for number in each) for each in told]
     for column in range(grid.columns):
-        if len({facts[rank] for rank in grid.column(column)}) > 1:
+        if len({facts[rank] for rank in grid.column(grid.rank(0, column))}) > 1:
             raise UsageError(
                 f"the workers of column {column} of the grid have read different samples, and should have the same: does the "
                 "dataset or the transform draw random numbers that are not torch's, numpy's or Python's own?"

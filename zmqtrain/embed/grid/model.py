@@ -98,7 +98,7 @@ class DividedScript:
             name for name, whole in model.named_parameters() if whole.requires_grad and id(wholes[name]) in in_optimizer
         ]
         """The names of trained parameters, the same on all workers."""
-        self._row = self._fabric.rank // self.parallel.grid.columns
+        self._row = self.parallel.grid.place(self._fabric.rank)[0]
         self._keep_parameters(wholes)
         self.states = States(self, self._served)
         self._take_forward()
@@ -257,7 +257,7 @@ class DividedScript:
                 "the workers of a group call the model in different modes (model.train() and model.eval(), or torch.no_grad()): "
                 "[compute] grid divides the model, so all of them must evaluate together"
             )
-        columns = [[said[rank] for rank in grid.column(column)] for column in range(grid.columns)]
+        columns = [[said[rank] for rank in grid.column(grid.rank(0, column))] for column in range(grid.columns)]
         for column in columns:
             if any((numbers[0], numbers[4]) != (column[0][0], column[0][4]) for numbers in column):
                 raise TaskError(
@@ -296,7 +296,7 @@ class DividedScript:
         said = self.meet("backward()", [*mine, float(batch[1])])
         tolerance = tolerance_of([gradient.dtype])
         grid = self.parallel.grid
-        for rank in grid.column(self._fabric.rank % grid.columns):
+        for rank in grid.column(self._fabric.rank):
             apart = [abs(one - other) for one, other in zip(said[rank][:2], mine, strict=True)]
             if max(apart) > tolerance * (abs(mine[0]) + mine[1]) or said[rank][2] != batch[1]:
                 raise TaskError(
