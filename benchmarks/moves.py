@@ -87,7 +87,7 @@ def seen(text: str, *, leaves: bool) -> Seen:
     """One run on virtual time."""
     import asyncio
 
-    from zmqtrain.simulate.faults import drain
+    from zmqtrain.run.faults import drain
     from zmqtrain.simulate.run import Options, simulate
     from zmqtrain.topology.load import parse_topology
     from zmqtrain.topology.placement import place

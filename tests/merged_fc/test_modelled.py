@@ -13,7 +13,7 @@ import pytest
 from zmqtrain.collectives.operations import sent_by_all_reduce
 from zmqtrain.errors import UsageError
 from zmqtrain.merged_fc.profile_phases import split_profile
-from zmqtrain.simulate.faults import kill
+from zmqtrain.run.faults import kill
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.train.device.profile import Profile, shipped

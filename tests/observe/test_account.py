@@ -11,7 +11,7 @@ from tests.simulate import test_elastic, test_elastic_averages, test_elastic_ser
 from tests.simulate.worlds import servers_topology
 from zmqtrain.data.division import length_of
 from zmqtrain.observe.account import SampleAccount, account_lines
-from zmqtrain.simulate.faults import Fault, drain, kill, restart
+from zmqtrain.run.faults import Fault, drain, kill, restart
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.simulate.worlds import servers_topology
 from zmqtrain.observe.resizing import Resizing
-from zmqtrain.simulate.faults import Fault, drain, kill, restart
+from zmqtrain.run.faults import Fault, drain, kill, restart
 from zmqtrain.simulate.run import Options, simulate
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from tests.resume.draws import DONE, KILL, SAMPLES, Draw, Interruption, draw
 from zmqtrain import Task
-from zmqtrain.simulate.faults import kill, restart
+from zmqtrain.run.faults import kill, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from zmqtrain import Task
-from zmqtrain.simulate.faults import Fault
+from zmqtrain.run.faults import Fault
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.random_state import seed_everything

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.simulate.test_training import Recipe, topology_of
-from zmqtrain.simulate.faults import Fault, kill, restart
+from zmqtrain.run.faults import Fault, kill, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.train.checkpoint.folder import Checkpoint, RunShape, find_checkpoints
 

@@ -15,7 +15,7 @@ from tests.simulate import test_training as training
 from tests.simulate.worlds import profile_file, servers_topology, topology_of
 from zmqtrain import Task
 from zmqtrain.membership.client import COORDINATOR
-from zmqtrain.simulate.faults import pause, restart
+from zmqtrain.run.faults import pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.simulate.succession import Death
 from zmqtrain.topology.schema import Topology

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zmqtrain.simulate.faults import Fault, kill, pause
+from zmqtrain.run.faults import Fault, kill, pause
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.timeouts import Timeouts

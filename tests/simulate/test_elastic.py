@@ -16,9 +16,9 @@ from zmqtrain.exchange.gossip.exchange import GossipExchange, GossipSettings
 from zmqtrain.exchange.members import FixedMembers
 from zmqtrain.exchange.sums import NetworkSums
 from zmqtrain.membership.environment import net_settings
+from zmqtrain.run.faults import Fault, delay, join, kill, partition, pause, restart, slow
 from zmqtrain.simulate.clock import run_virtual
 from zmqtrain.simulate.explore import Trial, explore
-from zmqtrain.simulate.faults import Fault, delay, join, kill, partition, pause, restart, slow
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.links import links_of

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 from tests.simulate.worlds import PEERS_STEPS as STEPS
 from tests.simulate.worlds import peers_topology, run
 from zmqtrain import Task
+from zmqtrain.run.faults import Fault, kill, pause, restart, slow
 from zmqtrain.simulate.explore import explore
-from zmqtrain.simulate.faults import Fault, kill, pause, restart, slow
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import find_checkpoints

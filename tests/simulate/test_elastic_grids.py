@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.simulate.test_elastic_averages import Recipe
-from zmqtrain.simulate.faults import Fault, kill
+from zmqtrain.run.faults import Fault, kill
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 

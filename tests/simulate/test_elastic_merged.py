@@ -14,8 +14,8 @@ import pytest
 from tests.simulate import merged_model
 from tests.simulate.merged_model import STEPS_OF_TORCH, Recipe, close, require
 from tests.simulate.worlds import POLICIES, STEPS, merged_topology, run
+from zmqtrain.run.faults import Fault, drain, kill, pause, restart
 from zmqtrain.simulate.explore import explore
-from zmqtrain.simulate.faults import Fault, drain, kill, pause, restart
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.train.checkpoint.folder import Checkpoint, find_checkpoints
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.simulate.worlds import POLICIES, STEPS, servers_topology
+from zmqtrain.run.faults import Fault, kill, pause, restart
 from zmqtrain.simulate.audit import Auditor
-from zmqtrain.simulate.faults import Fault, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import place

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.simulate.worlds import POLICIES, STEPS, profile_file, run, teams_topology
+from zmqtrain.run.faults import drop, kill, partition, pause, restart, slow
 from zmqtrain.simulate.explore import explore
-from zmqtrain.simulate.faults import drop, kill, partition, pause, restart, slow
 from zmqtrain.simulate.run import Options, simulate
 
 #: Those that let groups go on by themselves.

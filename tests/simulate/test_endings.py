@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from tests.simulate.worlds import profile_file, topology_of
 from zmqtrain import Task
-from zmqtrain.simulate.faults import slow
+from zmqtrain.run.faults import slow
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts

@@ -13,10 +13,11 @@ import pytest
 from tests.simulate.worlds import peers_topology, profile_file, topology_of
 from zmqtrain.exchange.pushes import Pushes
 from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.run.faults import drain, partition, restart
 from zmqtrain.server.shard import TensorEntry
 from zmqtrain.server.staleness import StalenessMachine
 from zmqtrain.simulate.explore import explore, faults_for, horizon_of, try_seed
-from zmqtrain.simulate.faults import WEIGHTS, drain, partition, random_faults, restart
+from zmqtrain.simulate.faults import WEIGHTS, random_faults
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology

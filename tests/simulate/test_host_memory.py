@@ -33,8 +33,8 @@ from zmqtrain.plan.ours import Ours
 from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.profiled import profile_layers
 from zmqtrain.plan.setup import link_of
+from zmqtrain.run.faults import kill, pause
 from zmqtrain.simulate.clock import run_virtual
-from zmqtrain.simulate.faults import kill, pause
 from zmqtrain.simulate.memory import HostMemory, SimulatedMember
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.run import Options, Result, simulate

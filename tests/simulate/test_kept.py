@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from zmqtrain.simulate.faults import restart
+from zmqtrain.run.faults import restart
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.load import parse_topology
 

@@ -9,7 +9,7 @@ import pytest
 
 import zmqtrain
 from zmqtrain.errors import UsageError
-from zmqtrain.simulate.faults import kill
+from zmqtrain.run.faults import kill
 from zmqtrain.testing import Options
 
 CLUSTER: dict[str, Any] = {

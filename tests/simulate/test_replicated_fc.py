@@ -15,8 +15,8 @@ from tests.simulate import merged_model
 from tests.simulate.merged_model import MERGED, Recipe, close, like, require
 from tests.simulate.worlds import POLICIES, STEPS, copied_topology, run
 from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.run.faults import Fault, corrupt, kill, partition, pause, restart
 from zmqtrain.simulate.explore import explore
-from zmqtrain.simulate.faults import Fault, corrupt, kill, partition, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology

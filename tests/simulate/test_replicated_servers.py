@@ -14,7 +14,7 @@ import torch
 
 from tests.simulate.test_training import Recipe, topology_of
 from tests.simulate.worlds import POLICIES, servers_topology
-from zmqtrain.simulate.faults import Fault, kill, pause, restart
+from zmqtrain.run.faults import Fault, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology
 

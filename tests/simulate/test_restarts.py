@@ -3,7 +3,7 @@
 import pytest
 
 from zmqtrain.errors import TopologyError
-from zmqtrain.simulate.faults import Fault, join, kill, later, partition, remaining, restart
+from zmqtrain.run.faults import Fault, join, kill, later, partition, remaining, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology
 

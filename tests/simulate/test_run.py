@@ -17,7 +17,7 @@ from tests.simulate.worlds import profile_file, topology_of
 from zmqtrain.cli.simulate import run_simulate
 from zmqtrain.errors import DeadlockError, TimeLimitError, UsageError
 from zmqtrain.membership.client import Membership
-from zmqtrain.simulate.faults import Fault, corrupt, drop, heal, kill, partition, pause, restart, slow
+from zmqtrain.run.faults import Fault, corrupt, drop, heal, kill, partition, pause, restart, slow
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology
 

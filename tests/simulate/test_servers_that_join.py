@@ -12,8 +12,8 @@ import pytest
 from tests.simulate.test_moving_shards import Heard
 from tests.simulate.worlds import POLICIES, copied_topology, servers_topology
 from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.run.faults import Fault, drain, join, kill, pause, restart
 from zmqtrain.simulate.explore import explore
-from zmqtrain.simulate.faults import Fault, drain, join, kill, pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from zmqtrain import Task
-from zmqtrain.simulate.faults import Fault, kill
+from zmqtrain.run.faults import Fault, kill
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.random_state import seed_everything

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from tests.pairwise import pairwise
 from zmqtrain import Task
-from zmqtrain.simulate.faults import kill, pause
+from zmqtrain.run.faults import kill, pause
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.random_state import seed_everything

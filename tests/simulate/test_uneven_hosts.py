@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.simulate.test_training import BATCH, LAYERS, STEPS, Recipe
-from zmqtrain.simulate.faults import slow
+from zmqtrain.run.faults import slow
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.simulate.faults import Fault
+from zmqtrain.run.faults import Fault
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.schema import Topology

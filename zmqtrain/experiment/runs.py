@@ -17,8 +17,8 @@ from zmqtrain.launcher.run import Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
 from zmqtrain.observe.run_directory import RunDirectory
+from zmqtrain.run.faults import faults_of, later
 from zmqtrain.run.preemption import INTERRUPTED
-from zmqtrain.simulate.faults import faults_of, later
 from zmqtrain.simulate.run import Options, resolved, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology

@@ -25,7 +25,7 @@ from zmqtrain.membership.chains import Chains
 from zmqtrain.merged_fc.profile_phases import worker_profile
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.ending import Ending
-from zmqtrain.simulate.faults import RESTART_S, Fault
+from zmqtrain.run.faults import RESTART_S, Fault
 from zmqtrain.simulate.replay import Ledger
 from zmqtrain.simulate.slot_audit import SlotAudit
 from zmqtrain.topology.placement import Placement, heads_of

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Literal
 
 from zmqtrain.errors import SimulationError
-from zmqtrain.simulate.faults import Fault, departures, launcher_deaths, random_faults
+from zmqtrain.run.faults import Fault
+from zmqtrain.simulate.faults import departures, launcher_deaths, random_faults
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology

@@ -1,4 +1,4 @@
-"""Injects faults at their times and steps."""
+"""What faults happen to in a simulated run: its machines. Implements `zmqtrain.run.injector.Machines`."""
 
 from __future__ import annotations
 
@@ -8,136 +8,79 @@ from contextlib import suppress
 
 from zmqtrain.errors import ConnectivityError, UsageError
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.run.faults import Fault
+from zmqtrain.run.injector import Heal, Injector
 from zmqtrain.simulate.cluster import Cluster
-from zmqtrain.simulate.faults import RESTART_S, Fault
 from zmqtrain.simulate.host import Plan, be_host, be_role, spawn
 from zmqtrain.simulate.process import Process
 from zmqtrain.simulate.succession import is_of_launcher
 from zmqtrain.waiting import abandoned
 
 
-class Injector:
-    """Carries out a schedule on a cluster. `run` it as a task; `hear` reports the workers' progress."""
+class SimulatedFaults:
+    """The faults of one simulated run. `run` it as a task; `hear` reports the workers' progress."""
 
     def __init__(self, cluster: Cluster, faults: Sequence[Fault]) -> None:
         self._cluster = cluster
         self._launchers = sorted((fault for fault in faults if is_of_launcher(fault)), key=lambda fault: fault.at or 0.0)
-        faults = [fault for fault in faults if not is_of_launcher(fault)]
-        self._by_time = sorted((fault for fault in faults if fault.at is not None), key=lambda fault: fault.at or 0.0)
-        self._by_step = [fault for fault in faults if fault.step is not None]
-        self._begun: asyncio.Queue[Fault] = asyncio.Queue()
-        self._heal: list[Callable[[], None]] = []
+        self._injector = Injector(self, [fault for fault in faults if not is_of_launcher(fault)])
         self._plan: Plan | None = None
-        self._tasks: asyncio.TaskGroup | None = None
         self.agents: list[asyncio.Task[None]] = []
         """The lives of agents that were started again."""
         self.outside: list[Process] = []
         """Processes that were started from outside the run."""
-        self.drain: Callable[[str], Awaitable[str]] | None = None
+        self.leave: Callable[[str], Awaitable[str]] | None = None
         """Lets a host leave; ``None`` while there is no launcher."""
         self._draining: set[asyncio.Future[str]] = set()  # of the launcher
         self.over = False
         """Whether the run has ended: nothing is started again."""
-        self.done: list[Fault] = []
+
+    @property
+    def done(self) -> Sequence[Fault]:
         """The faults injected so far."""
+        return self._injector.done
 
     def hear(self, peer: PeerId, what: str, values: Mapping[str, object]) -> None:
-        """A worker begins a step."""
-        if what != "begin_step" or not self._by_step:
-            return
-        due = [fault for fault in self._by_step if fault.trigger == peer and fault.step == values["step"]]
-        for fault in due:
-            self._by_step.remove(fault)
-            self._begun.put_nowait(fault)
+        """A worker states a fact."""
+        if what == "begin_step":
+            step = values["step"]
+            assert isinstance(step, int)
+            self._injector.hear(peer, step)
 
     def launcher_died(self) -> None:
         """A launcher has died, which is not this object's doing."""
         if self._launchers:
-            self.done.append(self._launchers.pop(0))
-        self.drain = None
+            self._injector.done.append(self._launchers.pop(0))
+        self.leave = None
         for draining in self._draining:  # in its process
             draining.cancel()
 
     async def run(self, plan: Plan) -> None:
         """Carry out the faults at their times, until cancelled."""
         self._plan = plan
-        async with asyncio.TaskGroup() as self._tasks:
-            self._tasks.create_task(self._follow_clock())
-            while True:
-                self._tasks.create_task(self._inject(await self._begun.get()))
+        await self._injector.run()
 
-    async def _follow_clock(self) -> None:
-        loop = asyncio.get_running_loop()
-        assert self._tasks is not None
-        for fault in self._by_time:
-            await asyncio.sleep((fault.at or 0.0) - loop.time())
-            self._tasks.create_task(self._inject(fault))
+    # What happens to machines -------------------------------------------------------------------------------------------------
 
-    async def _inject(self, fault: Fault) -> None:
-        self.done.append(fault)
-        cluster, network = self._cluster, self._cluster.network
-        peers = cluster.peers(fault.target) if fault.target is not None else ()
-        match fault.kind:
-            case "kill":
-                for peer in peers:
-                    await cluster.kill(peer, silent=len(peers) > 1)
-            case "restart":
-                for peer in peers:
-                    await cluster.kill(peer, silent=len(peers) > 1)
-                await asyncio.sleep(RESTART_S if fault.lasts is None else fault.lasts)
-                if fault.target in cluster.hosts:
-                    self._start_host_again(fault.target)
-                else:
-                    for peer in peers:
-                        await self._start_again(peer)
-            case "join":
-                assert fault.target is not None
-                self._start_host_again(fault.target)
-            case "drain":
-                assert fault.target is not None
-                if self.drain is not None:
-                    await self._drain(self.drain(fault.target))
-            case "shutdown":
-                assert fault.target is not None
-                cluster.hosts[fault.target].stop()
-            case "pause":
-                for peer in peers:
-                    cluster.pause(peer)
-                if fault.lasts is not None:
-                    await asyncio.sleep(fault.lasts)
-                    for peer in peers:
-                        cluster.resume(peer)
-            case "partition":
-                await self._partition(fault)
-            case "heal":
-                heals, self._heal = self._heal, []
-                for heal in heals:
-                    heal()
-            case "slow":
-                for peer in peers:
-                    cluster.slow_down(peer, fault.factor)
-                if fault.lasts is not None:
-                    await asyncio.sleep(fault.lasts)
-                    for peer in peers:
-                        cluster.slow_down(peer, 1 / fault.factor)
-            case "delay":
-                for peer in peers:
-                    network.delays[peer] = network.delays.get(peer, 1.0) * fault.factor
-                if fault.lasts is not None:
-                    await asyncio.sleep(fault.lasts)
-                    for peer in peers:
-                        network.delays[peer] /= fault.factor
-            case "corrupt":
-                for peer in peers:
-                    network.corrupt(peer, fault.to)
-            case "drop":
-                for peer in peers:
-                    for other in [fault.to] if fault.to is not None else list(cluster.processes):
-                        if other != peer:
-                            network.drop_link(peer, other)
+    async def kill(self, target: str) -> None:
+        peers = self._cluster.peers(target)
+        for peer in peers:
+            await self._cluster.kill(peer, silent=len(peers) > 1)
 
-    async def _drain(self, leaving: Awaitable[str]) -> None:
-        draining = asyncio.ensure_future(leaving)
+    async def start_again(self, target: str) -> None:
+        if target in self._cluster.hosts:
+            self._start_host_again(target)
+        else:
+            for peer in self._cluster.peers(target):
+                await self._start_again(peer)
+
+    async def join(self, host: str) -> None:
+        self._start_host_again(host)
+
+    async def drain(self, host: str) -> None:
+        if self.leave is None:
+            return
+        draining = asyncio.ensure_future(self.leave(host))
         self._draining.add(draining)
         try:
             await asyncio.wait({draining})
@@ -148,19 +91,45 @@ class Injector:
             with suppress(UsageError, ConnectivityError):  # the run needs it, or it was lost before it had left
                 draining.result()
 
-    async def _partition(self, fault: Fault) -> None:
-        heals = []
-        first = fault.sides[:1] if fault.one_way else fault.sides[:-1]
-        for number, side in enumerate(first):
-            others = [host for later in fault.sides[number + 1 :] for host in later]
-            heals.append(self._cluster.network.partition(side, others, one_way=fault.one_way))
-        self._heal += heals
-        if fault.lasts is not None:
-            await asyncio.sleep(fault.lasts)
-            for heal in heals:
-                if heal in self._heal:
-                    self._heal.remove(heal)
-                    heal()
+    async def shut_down(self, host: str) -> None:
+        self._cluster.hosts[host].stop()
+
+    async def pause(self, target: str) -> None:
+        for peer in self._cluster.peers(target):
+            self._cluster.pause(peer)
+
+    async def resume(self, target: str) -> None:
+        for peer in self._cluster.peers(target):
+            self._cluster.resume(peer)
+
+    async def part(self, one: Sequence[str], others: Sequence[str], *, one_way: bool) -> Heal:
+        restore = self._cluster.network.partition(one, others, one_way=one_way)
+
+        async def heal() -> None:
+            restore()
+
+        return heal
+
+    async def slow(self, target: str, factor: float) -> None:
+        for peer in self._cluster.peers(target):
+            self._cluster.slow_down(peer, factor)
+
+    async def delay(self, target: str, factor: float) -> None:
+        delays = self._cluster.network.delays
+        for peer in self._cluster.peers(target):
+            delays[peer] = delays.get(peer, 1.0) * factor
+
+    async def corrupt(self, target: str, to: str | None) -> None:
+        for peer in self._cluster.peers(target):
+            self._cluster.network.corrupt(peer, to)
+
+    async def drop(self, target: str, to: str | None) -> None:
+        for peer in self._cluster.peers(target):
+            for other in [to] if to is not None else list(self._cluster.processes):
+                if other != peer:
+                    self._cluster.network.drop_link(peer, other)
+
+    # Coming back --------------------------------------------------------------------------------------------------------------
 
     def _start_host_again(self, host: str) -> None:
         """The machine is there again, and something outside the run starts an agent on it."""

@@ -29,13 +29,13 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.again import Again, Restarts
 from zmqtrain.run.assembly import Assembly, Listeners
 from zmqtrain.run.ending import Ending, ending_by, ending_of
+from zmqtrain.run.faults import Fault, faults_of, remaining
 from zmqtrain.run.report import LOG
 from zmqtrain.simulate.audit import Auditor
 from zmqtrain.simulate.clock import VirtualLoop, run_virtual
 from zmqtrain.simulate.cluster import Cluster
-from zmqtrain.simulate.faults import Fault, faults_of, remaining
 from zmqtrain.simulate.host import Plan, be_host
-from zmqtrain.simulate.inject import Injector
+from zmqtrain.simulate.inject import SimulatedFaults
 from zmqtrain.simulate.logs import logs_to
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.succession import Death, Records, Succession, deaths_of, is_of_launcher
@@ -224,7 +224,7 @@ class Simulation:
         network = SimulatedNetwork(links_of(self._topology), loop.world.random("network"))
         cluster = Cluster(network, self._placement, self._topology.network.slowdowns())
         faults = tuple(self._options.faults or ())
-        injector = Injector(cluster, faults)
+        injector = SimulatedFaults(cluster, faults)
         if self._options.launcher_deaths is not None or any(map(is_of_launcher, faults)):
             self._deaths = [*(self._options.launcher_deaths or ()), *deaths_of(faults)]
         try:
@@ -240,7 +240,7 @@ class Simulation:
         broken = self._auditor.verdict(ending, seconds, injector.done)
         return Result(ending, seconds, loop.callbacks, tuple(injector.done), broken, self.launchers, self.records)
 
-    async def _live(self, loop: VirtualLoop, cluster: Cluster, injector: Injector) -> Outcome:
+    async def _live(self, loop: VirtualLoop, cluster: Cluster, injector: SimulatedFaults) -> Outcome:
         topology, options = self._topology, self._options
         deaths = self._deaths
         description = RunDescription(
@@ -267,7 +267,7 @@ class Simulation:
                 listeners=Listeners(self._event, self._report, options.on_checkpoint, lambda text: self._log(COORDINATOR, text)),
                 journal=journal,
             )
-            injector.drain = assembly.drain
+            injector.leave = assembly.drain
             if options.on_begin is not None:
                 options.on_begin(assembly.halt)
             if options.preempt_at_s is not None and number == 1:
@@ -302,11 +302,11 @@ class Simulation:
         await asyncio.wait(injecting)
         return outcome
 
-    def _launcher_died(self, injector: Injector) -> None:
+    def _launcher_died(self, injector: SimulatedFaults) -> None:
         self._auditor.launcher_died()
         injector.launcher_died()
 
-    async def _wait_for_agents(self, cluster: Cluster, first: Sequence[asyncio.Task[Any]], injector: Injector) -> None:
+    async def _wait_for_agents(self, cluster: Cluster, first: Sequence[asyncio.Task[Any]], injector: SimulatedFaults) -> None:
         """Like the launcher: agents end by themselves, or are ended after the grace time, with their roles."""
         injector.over = True
         agents = [*first, *injector.agents]
@@ -321,7 +321,7 @@ class Simulation:
             else:
                 self._auditor.note(f"{agent} did not end within {patience_s:g} s after the run")
 
-    async def _end(self, cluster: Cluster, injector: Injector) -> None:
+    async def _end(self, cluster: Cluster, injector: SimulatedFaults) -> None:
         """Nothing may be left running that a real machine would have to clean up."""
         for process in list(cluster.processes.values()):
             process.resume()
@@ -332,7 +332,7 @@ class Simulation:
                 self._auditor.note(f"{process.name} still runs after the run's end: {names}")
                 await cluster.kill(process.name)
 
-    def _hear(self, injector: Injector) -> AuditListener:
+    def _hear(self, injector: SimulatedFaults) -> AuditListener:
         def hear(peer: PeerId, what: str, values: Mapping[str, object]) -> None:
             self._auditor.hear(peer, what, values)
             injector.hear(peer, what, values)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.journal import Ledger, apply, encode, replay
-from zmqtrain.simulate.faults import RESTART_S, Fault
+from zmqtrain.run.faults import RESTART_S, Fault
 from zmqtrain.wire.payload import Value
 
 if TYPE_CHECKING:

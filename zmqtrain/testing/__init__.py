@@ -16,10 +16,10 @@
 """
 
 from zmqtrain.net.memory import MemoryNetwork
-from zmqtrain.simulate import faults
+from zmqtrain.run import faults
+from zmqtrain.run.faults import Fault
 from zmqtrain.simulate.clock import VirtualLoop, run_virtual
 from zmqtrain.simulate.explore import Trial, explore
-from zmqtrain.simulate.faults import Fault
 from zmqtrain.simulate.network import SimulatedNetwork
 from zmqtrain.simulate.process import Process
 from zmqtrain.simulate.run import Options, Result, simulate

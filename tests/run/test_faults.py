@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zmqtrain.simulate.faults import drop, heal, kill, later, partition, pause, slow
+from zmqtrain.run.faults import drop, heal, kill, later, partition, pause, slow
 
 
 def test_what_is_left_of_a_schedule() -> None:
