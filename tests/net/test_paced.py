@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 
 from zmqtrain.errors import UsageError
 from zmqtrain.net.alarm import LoopAlarm, RealAlarm, real_alarm
+from zmqtrain.net.conditions import Conditions
 from zmqtrain.net.nics import TIMES, Nics
 from zmqtrain.net.outbox import BULK, CONTROL
-from zmqtrain.net.paced import SLACK_S, PacedTransport
+from zmqtrain.net.paced import LOOK_S, SLACK_S, PacedTransport
 from zmqtrain.net.shaping import LinkShape, Shaping, ShapingPlan, SharedNics
 from zmqtrain.net.transport import Frames, Receiver
 from zmqtrain.simulate.clock import run_virtual
@@ -150,6 +152,139 @@ def test_nothing_gets_through_a_way_that_is_down() -> None:
         assert below.closed
 
     run_virtual(main())
+
+
+class Ear:
+    """A receiver that writes down which links have broken, and when."""
+
+    def __init__(self) -> None:
+        self.down: list[tuple[float, str]] = []
+
+    def on_link_down(self, peer: str) -> None:
+        self.down.append((asyncio.get_running_loop().time(), peer))
+
+
+class Started(Below):
+    """One that can be started."""
+
+    def start(self, receiver: Receiver) -> None:
+        """Nothing arrives."""
+
+
+def conditional(folder: Path) -> tuple[Started, Ear, PacedTransport, Conditions]:
+    """The transport of ``a/0``, connected to ``b/0`` and ``c/0``, and what changes on its network."""
+    how = replace(shaping("a"), peer="a/0")
+    conditions = Conditions.create(folder / "conditions", how.host_of)
+    below, ear = Started(), Ear()
+    transport = paced(below, replace(how, conditions=conditions), peers=["b/0", "c/0"])
+    transport.start(ear)  # type: ignore[arg-type]
+    return below, ear, transport, conditions
+
+
+def test_a_link_that_is_cut_for_a_moment_loses_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        below, ear, transport, conditions = conditional(tmp_path)
+        conditions.part("a", "b", 1)
+        for peer in ("b/0", "c/0"):
+            for lane, frame in ((BULK, b"1"), (BULK, b"2"), (CONTROL, b"3")):
+                transport.send(peer, lane, (frame,), PIECE)
+        await asyncio.sleep(1)
+        assert [peer for _, peer, *_ in below.sent] == ["c/0"] * 3
+        conditions.part("a", "b", -1)
+        await asyncio.sleep(LOOK_S)
+        late = [(lane, frame) for _, peer, lane, _, frame in below.sent if peer == "b/0"]
+        assert sorted(late) == sorted([(BULK, b"1"), (BULK, b"2"), (CONTROL, b"3")])
+        assert late.index((BULK, b"1")) < late.index((BULK, b"2"))
+        assert not ear.down
+        await transport.close()
+
+    run_virtual(main())
+
+
+def test_a_connection_breaks_if_its_link_is_cut_for_long(tmp_path: Path) -> None:
+    """Whichever direction is cut; and it is made anew when both are there again."""
+
+    async def main() -> None:
+        below, ear, transport, conditions = conditional(tmp_path)
+        conditions.part("b", "a", 1)
+        await asyncio.sleep(2)
+        transport.send("b/0", BULK, (b"arrives",), 1)
+        await asyncio.sleep(2)
+        assert ear.down == [(pytest.approx(3.0, abs=2 * LOOK_S), "b/0")]
+        assert below.gone[-1] == (ear.down[0][0], "-b/0")
+        conditions.part("a", "b", 1)
+        transport.send("b/0", BULK, (b"lost",), 1)
+        transport.send("b/0", CONTROL, (b"lost",), 1)
+        conditions.part("b", "a", -1)
+        await asyncio.sleep(2)
+        assert below.gone[-1][1] == "-b/0"
+        conditions.part("a", "b", -1)
+        await asyncio.sleep(1)
+        assert below.gone[-1][1] == "+b/0"
+        transport.send("b/0", BULK, (b"again",), 1)
+        await asyncio.sleep(1)
+        assert [frame for *_, frame in below.sent] == [b"arrives", b"again"]
+        await transport.close()
+
+    run_virtual(main())
+
+
+def test_no_farewell_passes_a_cut(tmp_path: Path) -> None:
+    """And whoever is connected to meanwhile is reached once the link is healed."""
+
+    async def main() -> None:
+        below, _, transport, conditions = conditional(tmp_path)
+        conditions.part("a", "b", 1)
+        transport.send("b/0", CONTROL, (b"bye",), 0)
+        transport.disconnect("b/0")
+        connections = len(below.gone)
+        transport.connect("b/1", "anywhere", b"route")
+        assert [what for _, what in below.gone[connections:]] == ["-b/1"]
+        conditions.part("a", "b", -1)
+        await asyncio.sleep(2 * LOOK_S)
+        assert below.gone[-1][1] == "+b/1"
+        conditions.part("a", "c", 1)
+        transport.send("c/0", CONTROL, (b"bye",), 0)
+        await transport.close()
+        assert [frame for *_, frame in below.sent] == [b"bye"]
+
+    run_virtual(main())
+
+
+def test_latency_may_grow(tmp_path: Path) -> None:
+    async def main() -> None:
+        below, _, transport, conditions = conditional(tmp_path)
+        conditions.delay_more(["a/0"], 50.0)
+        transport.send("b/0", CONTROL, (b"x",), 0)
+        await asyncio.sleep(1)
+        conditions.delay_more(["a/0"], 1 / 50)
+        transport.send("b/0", CONTROL, (b"x",), 0)
+        await asyncio.sleep(1)
+        (slow, *_), (quick, *_) = below.sent
+        assert slow == pytest.approx(50 * LATENCY_S, abs=1e-4)
+        assert quick == pytest.approx(1 + LATENCY_S, abs=1e-4)
+        assert conditions.slowdown("a/0") == 1.0
+        await transport.close()
+
+    run_virtual(main())
+
+
+def test_processes_share_conditions(tmp_path: Path) -> None:
+    host_of = {"agent/x": "x", "worker/0": "y", "worker/1": "x"}
+    told = ShapingPlan(host_of, {}, []).write(tmp_path, tmp_path / "conditions")
+    written = Conditions.create(tmp_path / "conditions", host_of)
+    one, other = (Shaping.load(str(told), peer).conditions for peer in ("worker/0", "worker/1"))
+    assert one is not None
+    assert other is not None
+    written.slow_down(["worker/1", "worker/0"], 3.0)
+    written.part("x", "y", 2)
+    assert (one.slowdown("worker/0"), one.slowdown("agent/x"), other.slowdown("worker/1")) == (3.0, 1.0, 3.0)
+    assert (one.cut("x", "y"), one.cut("y", "x"), other.silent("y", "x")) == (True, False, True)
+    written.part("x", "y", -2)
+    assert not other.silent("y", "x")
+    assert Shaping.load(str(ShapingPlan(host_of, {}, []).write(tmp_path)), "worker/0").conditions is None
+    for each in (written, one, other):
+        each.close()
 
 
 def test_only_so_much_is_held() -> None:

@@ -28,6 +28,8 @@ from zmqtrain.wire.message import Header
 SLACK_S = 20e-6
 #: The transport below takes everything that the links above let through; if it refuses, try again after this time.
 RETRY_S = 0.005
+#: How often to look whether links have been cut or healed, in a run in which that can be.
+LOOK_S = 0.05
 
 MakeAlarm: TypeAlias = Callable[[asyncio.AbstractEventLoop, Callable[[], None]], Alarm]
 
@@ -44,9 +46,11 @@ class PacedTransport:
         alarm: MakeAlarm = LoopAlarm,
         hold_bytes: int,
         farewell_s: float,
+        silent_s: float = 3.0,
         on_closed: Callable[[], None] | None = None,
     ) -> None:
-        """``nics``: the network's NICs, to be entered for each reservation.
+        """``nics``: the network's NICs, to be entered for each reservation. ``silent_s``: a connection breaks if its link has been
+        cut for so long.
 
         ``hold_bytes``: the most bytes for one peer that may wait here. It equals what a link has in flight, since a transport
         without pacing takes that at once, too, and a more urgent message must have to wait for the same amount.
@@ -55,10 +59,13 @@ class PacedTransport:
         self._nics: AbstractContextManager[Nics] = nullcontext(Nics([], [])) if nics is None else nics
         self._loop = asyncio.get_running_loop()
         self._alarm = alarm(self._loop, self._ring)
-        self._hold_bytes, self._farewell_s = hold_bytes, farewell_s
+        self._hold_bytes, self._farewell_s, self._silent_s = hold_bytes, farewell_s, silent_s
         self._on_closed = on_closed
         self._flows: dict[PeerId, _Flow] = {}
         self._leaving: dict[PeerId, _Flow] = {}
+        self._places: dict[PeerId, tuple[str, bytes]] = {}  # the address of each flow's peer, and our name there
+        self._silent: dict[PeerId, float] = {}  # since when the link to a peer has been cut
+        self._severed: set[PeerId] = set()  # peers whose connection has broken for that reason
         self._ear: _Ear | None = None
         self._left: asyncio.Event | None = None  # set, once closing, when all farewells have been sent
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -73,6 +80,8 @@ class PacedTransport:
     def start(self, receiver: Receiver) -> None:
         self._ear = _Ear(receiver)
         self._below.start(self._ear)
+        if self._shaping.conditions is not None:
+            self._look()
 
     def find(self, peer: PeerId) -> str:
         return self._below.find(peer)
@@ -84,12 +93,17 @@ class PacedTransport:
         way = self._shaping.way_to(peer)
         if way is not None:
             self._flows[peer] = _Flow(self, peer, way)
-        if way is None or not way.down:
+            self._places[peer] = address, route
+            if self._is_silent(peer):
+                self._severed.add(peer)
+        if way is None or not (way.down or peer in self._severed):
             self._below.connect(peer, address, route)
 
     def disconnect(self, peer: PeerId) -> None:
         """A farewell that was just passed on is still sent at its time, and the connection ends after it."""
         flow = self._flows.pop(peer, None)
+        self._silent.pop(peer, None)
+        self._severed.discard(peer)
         if flow is None:
             if peer not in self._leaving:
                 self._below.disconnect(peer)
@@ -126,6 +140,43 @@ class PacedTransport:
         if self._on_closed is not None:
             self._on_closed()
         await self._below.close()
+
+    # Links that are cut while the run goes on.
+
+    def _cut(self, peer: PeerId) -> bool:
+        """Whether nothing gets to the peer now."""
+        conditions, shaping = self._shaping.conditions, self._shaping
+        return conditions is not None and conditions.cut(shaping.host, shaping.host_of[peer])
+
+    def _is_silent(self, peer: PeerId) -> bool:
+        """Whether no connection to the peer can last."""
+        conditions, shaping = self._shaping.conditions, self._shaping
+        return conditions is not None and conditions.silent(shaping.host, shaping.host_of[peer])
+
+    def _look(self) -> None:
+        """Break connections whose links have been cut for too long, as heartbeats would, and make them anew after that. The sockets
+        below know nothing of it."""
+        now = self._loop.time()
+        for peer in list(self._flows):
+            if self._flows[peer].way.down:
+                continue
+            if not self._is_silent(peer):
+                self._silent.pop(peer, None)
+                if peer in self._severed:
+                    self._severed.discard(peer)
+                    self._below.connect(peer, *self._places[peer])
+            elif now - self._silent.setdefault(peer, now) >= self._silent_s and peer not in self._severed:
+                self._sever(peer)
+        self._at(now + LOOK_S, self._look)
+
+    def _sever(self, peer: PeerId) -> None:
+        self._severed.add(peer)
+        before = self._flows[peer]
+        before.drop()  # what is on the way is lost
+        self._flows[peer] = _Flow(self, peer, before.way)
+        self._below.disconnect(peer)
+        if self._ear is not None:
+            self._ear.on_link_down(peer)
 
     # Calls by flows.
 
@@ -165,6 +216,7 @@ def open_paced(below: Transport, shaping: Shaping, settings: NetSettings) -> Pac
         alarm=real_alarm,
         hold_bytes=settings.inflight_bytes,
         farewell_s=settings.farewell_s,
+        silent_s=3 * settings.heartbeat_s,
         on_closed=None if nics is None else nics.close,
     )
 
@@ -214,8 +266,8 @@ class _Flow:
     """What is sent to one peer on another host: small messages, each at its own time, and bulk data, one piece after another."""
 
     def __init__(self, transport: PacedTransport, peer: PeerId, way: LinkShape) -> None:
-        self.peer = peer
-        self._transport, self._way = transport, way
+        self.peer, self.way = peer, way
+        self._transport = transport
         self._waiting: deque[_Parcel] = deque()  # for the sender's NIC, which the first one has requested
         self._travelling: tuple[deque[_Parcel], deque[_Parcel]] = (deque(), deque())
         self._last_due = [0.0, 0.0]
@@ -223,7 +275,7 @@ class _Flow:
         self._dropped = self._parting = False
 
     def send(self, lane: int, frames: Frames, nbytes: int) -> bool:
-        if self._way.down:
+        if self.way.down or self.peer in self._transport._severed:
             return True
         now = self._transport._loop.time()
         parcel = _Parcel(frames, nbytes, now)
@@ -233,7 +285,7 @@ class _Flow:
         if self._held_bytes and self._held_bytes + nbytes > self._transport._hold_bytes:
             return False
         self._held_bytes += nbytes
-        if not self._way.nics:
+        if not self.way.nics:
             self._arrives(lane, parcel, now)
             return True
         self._waiting.append(parcel)
@@ -250,22 +302,22 @@ class _Flow:
             self._transport._leave(self)
 
     def drop(self) -> None:
-        """Pass on at once what is left on the control lane; nothing comes after this."""
+        """Pass on at once what is left on the control lane, if anything can pass; nothing comes after this."""
         self._dropped = True
-        for parcel in self._travelling[CONTROL]:
+        for parcel in () if self._transport._cut(self.peer) else self._travelling[CONTROL]:
             self._transport._below.send(self.peer, CONTROL, parcel.frames, parcel.nbytes)
         self._travelling[CONTROL].clear()
 
     def _slip(self, nbytes: int, now: float) -> float:
-        if not self._way.nics:
+        if not self.way.nics:
             return now
         with self._transport._nics as nics:
-            return nics.slip(self._way.nics, nbytes, now)
+            return nics.slip(self.way.nics, nbytes, now)
 
     def _ask(self, parcel: _Parcel) -> None:
         """Have the sender's NIC carry the first waiting piece."""
         with self._transport._nics as nics:
-            start, end = nics.reserve(self._way.nics[0], parcel.nbytes, parcel.ready)
+            start, end = nics.reserve(self.way.nics[0], parcel.nbytes, parcel.ready)
         self._transport._at(end, lambda: self._carried(parcel, start, end))
 
     def _carried(self, parcel: _Parcel, start: float, end: float) -> None:
@@ -275,16 +327,19 @@ class _Flow:
         waiting = self._waiting
         waiting.popleft()
         with self._transport._nics as nics:
-            through = nics.follow(self._way.nics[1:], parcel.nbytes, start, end)
+            through = nics.follow(self.way.nics[1:], parcel.nbytes, start, end)
             if waiting:
                 following = waiting[0]
-                next_start, next_end = nics.reserve(self._way.nics[0], following.nbytes, max(following.ready, end))
+                next_start, next_end = nics.reserve(self.way.nics[0], following.nbytes, max(following.ready, end))
         if waiting:
             self._transport._at(next_end, lambda: self._carried(following, next_start, next_end))
         self._arrives(BULK, parcel, through)
 
     def _arrives(self, lane: int, parcel: _Parcel, through: float) -> None:
-        due = self._last_due[lane] = max(through + self._way.latency_s, self._last_due[lane])
+        conditions, latency_s = self._transport._shaping.conditions, self.way.latency_s
+        if conditions is not None:
+            latency_s *= conditions.delay(self._transport._shaping.peer)
+        due = self._last_due[lane] = max(through + latency_s, self._last_due[lane])
         self._travelling[lane].append(parcel)
         self._transport._at(due, lambda: self._hand_over(lane))
 
@@ -293,8 +348,10 @@ class _Flow:
         if self._dropped or not travelling:
             return
         parcel = travelling[0]
-        if not self._transport._below.send(self.peer, lane, parcel.frames, parcel.nbytes):
-            self._transport._at(self._transport._loop.time() + RETRY_S, lambda: self._hand_over(lane))
+        transport = self._transport
+        cut = transport._cut(self.peer)  # holds everything back, as TCP does, until it is healed or the connection breaks
+        if cut or not transport._below.send(self.peer, lane, parcel.frames, parcel.nbytes):
+            transport._at(transport._loop.time() + (LOOK_S if cut else RETRY_S), lambda: self._hand_over(lane))
             return
         travelling.popleft()
         if lane == BULK:

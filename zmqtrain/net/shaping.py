@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import UsageError
+from zmqtrain.net.conditions import Conditions
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.nics import TIMES, Nics
 
@@ -43,6 +44,10 @@ class Shaping:
     """Bytes per second of each NIC. What counts is what the endpoint sends: its headers and the payload."""
     nics_file: str = ""
     """The file with the times of NICs that the processes of all hosts share; empty if no link has a NIC."""
+    peer: PeerId = ""
+    """The process that sends."""
+    conditions: Conditions | None = None
+    """What changes while the run goes on; ``None``: nothing does."""
 
     def way_to(self, peer: PeerId) -> LinkShape | None:
         """The link to a process; ``None`` if it is not shaped."""
@@ -58,7 +63,9 @@ class Shaping:
             raise UsageError(f"{SHAPING} is {path!r}, which cannot be read: {error}") from error
         host = document["host_of"].get(peer, "")
         ways = {target: LinkShape(tuple(nics), *rest) for target, nics, *rest in document["ways"].get(host, ())}
-        return cls(host, document["host_of"], ways, document["rates"], document["nics_file"])
+        host_of, changing = document["host_of"], document["conditions_file"]
+        conditions = Conditions(Path(changing), host_of) if changing and peer in host_of else None
+        return cls(host, host_of, ways, document["rates"], document["nics_file"], peer, conditions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,10 @@ class ShapingPlan:
     ways: Mapping[tuple[str, str], LinkShape]
     rates: Sequence[float] = field(default_factory=list)
 
-    def write(self, folder: Path) -> Path:
-        """Write it to a folder, with the NICs that all share. Returns the file for `Shaping.load`."""
+    def write(self, folder: Path, conditions: Path | None = None) -> Path:
+        """Write it to a folder, with the NICs that all share. ``conditions``: the file that `Conditions.create` has made.
+
+        Returns the file for `Shaping.load`."""
         nics_file = ""
         if self.rates:
             nics = folder / "NICs"
@@ -79,7 +88,8 @@ class ShapingPlan:
         ways: dict[str, list[tuple[str, Sequence[int], float, bool]]] = {}
         for (source, target), way in self.ways.items():
             ways.setdefault(source, []).append((target, way.nics, way.latency_s, way.down))
-        document = {"host_of": dict(self.host_of), "ways": ways, "rates": list(self.rates), "nics_file": nics_file}
+        document: dict[str, Any] = {"host_of": dict(self.host_of), "ways": ways, "rates": list(self.rates), "nics_file": nics_file}
+        document["conditions_file"] = "" if conditions is None else str(conditions)
         path = folder / "shaping.json"
         path.write_text(json.dumps(document), encoding="utf-8")
         return path
