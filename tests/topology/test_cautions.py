@@ -82,9 +82,9 @@ def test_the_remedy_for_too_few_slots() -> None:
     assert str(caution) == "warning: cuda:1 of h0 would be idle: raise slots of h0: each worker on a device takes a slot"
 
 
-def test_faults_happen_in_simulated_runs_alone() -> None:
+def test_faults_do_not_happen_on_a_real_network() -> None:
     fault = '[[faults]]\nkind = "kill"\ntarget = "worker/0"\nat = 1\n'
     (first,) = said(hosts(8) + fault)
-    assert first == "1 fault of the file would not happen: a launch carries out no [[faults]], emulated or not"
+    assert first == "1 fault of the file would not happen: a launch carries out [[faults]] only if it is emulated"
     (also,) = said('[engine]\nkind = "environment"\n' + fault + fault)
     assert also.startswith("2 faults of the file would not happen")

@@ -63,6 +63,8 @@ def run_launch(file: Path, script: Sequence[str] = (), options: LaunchOptions | 
         from zmqtrain.embed.script_settings import check_script
 
         check_script(topology, resume=options.resume)
+        if emulation is not None:
+            emulation.check_script(topology)
         _note_options(script)
     if options.submit:
         from zmqtrain.cli.submit import run_submit
@@ -87,6 +89,8 @@ def _launch_tuned(
             'groups = "auto" needs a task and a launch in the foreground: set [compute] groups to a number, or '
             "remove the script, --detach or --submit"
         )
+    if emulation is not None:
+        emulation.check_search(topology)
     make_sinks(topology.observe.to)  # now rather than after the search
     begun = begun_run(options)
     resume = options.resume if begun is None else str(begun)

@@ -62,6 +62,8 @@ def run_tune(
             '[[faults]] cannot have a "step" in a search, since each trial counts its own steps: give "at" (a time) instead'
         )
     emulation = None if how.simulate else emulation_of(topology, how.emulate, how.shaping, how.dilation)
+    if emulation is not None:
+        emulation.check_search(topology)
     data_path = data_path_of(data, topology)
     search = TuningRun(
         topology,

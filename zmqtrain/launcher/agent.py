@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, suppress
 from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.death import die_with_parent
 from zmqtrain.errors import ConnectivityError, HostLimitError, PeerLostError, ZmqTrainError
+from zmqtrain.launcher.faults import obeyed
 from zmqtrain.launcher.forked import ForkedProcesses
 from zmqtrain.launcher.forkserver import ForkServer
 from zmqtrain.launcher.local import PARENT
@@ -47,7 +48,8 @@ async def run_agent(environment: RoleEnvironment) -> int:
                 region = Arena.create(len(description.placement.of_host(environment.peer.partition("/")[2])))
             agent = Agent(link, description, environment, ForkedProcesses(forks, description, region))
             _heed_signals(agent)
-            await agent.run()
+            with obeyed(agent, description, environment.shaping, environment.peer.partition("/")[2]):
+                await agent.run()
         except ConnectivityError as error:
             # The run continues without this host, or is over: in both cases its roles are not needed any more.
             print(f"{environment.peer}: {error}", file=sys.stderr, flush=True)

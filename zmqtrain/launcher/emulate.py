@@ -9,9 +9,10 @@ Latency is added by the endpoint in both cases. The figures mean the same: bytes
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,26 +21,34 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.engine import EngineRun, Gathered, Gathering, Handle
+from zmqtrain.launcher.faults import AgentEnded, EmulatedMachines, Injection, refused
 from zmqtrain.launcher.local import LocalEngine
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.environment import HOST
+from zmqtrain.net.conditions import Conditions
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.loop import Dilation
 from zmqtrain.net.settings import NetSettings
-from zmqtrain.net.shaping import SHAPING, LinkShape, Shaping, ShapingPlan
+from zmqtrain.net.shaping import PLAN, SHAPING, LinkShape, Shaping, ShapingPlan
+from zmqtrain.run.faults import Fault, faults_of
+from zmqtrain.run.side_lines import begins_at, orders_for
 from zmqtrain.topology.links import NetworkModel, links_of
 from zmqtrain.topology.placement import Placement, place
 from zmqtrain.topology.schema import Host, Topology
 from zmqtrain.words import counted
 
 if TYPE_CHECKING:
+    from zmqtrain.launcher.fleet import Fleet
     from zmqtrain.launcher.prepared import Prepared
+    from zmqtrain.run.assembly import Assembly
 
 ShapingKind: TypeAlias = Literal["auto", "namespaces", "paced"]
 KINDS: tuple[ShapingKind, ...] = get_args(ShapingKind)
 #: The prefix of emulated runs' folders, and the file in them that is locked while the run is alive.
 _FOLDER, _ALIVE = "zmqtrain-emulated-", "alive"
+#: The file in it that faults change.
+CONDITIONS = "conditions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,20 @@ class Emulation:
         beyond = _beyond_namespaces(model)
         if self.shaping == "namespaces" and beyond is not None:
             raise UsageError(f"namespaces cannot shape {beyond}: remove --shaping, or use --shaping paced")
+        if why := refused(topology):
+            raise UsageError("; ".join(why))
+
+    def check_script(self, topology: Topology) -> None:
+        """Raise `UsageError` if workers run a script and something in the file needs a task."""
+        if any(fault.step is not None for fault in topology.faults):
+            raise UsageError(
+                '[[faults]] of an emulated run with a script cannot have a "step", which only tasks tell: give "at" (a time)'
+            )
+
+    def check_search(self, topology: Topology) -> None:
+        """Raise `UsageError` if a search of many short runs is not possible."""
+        if topology.faults:
+            raise UsageError("an emulated search carries out no [[faults]]: remove them, or use zmqtrain tune --simulate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +98,8 @@ class EmulatedEngine:
     dilation: Dilation
     namespaces: Namespaces | None
     local: LocalEngine
+    conditions: Conditions | None
+    """What faults change; ``None``: there are none."""
 
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
         variables = {**environ, **self.dilation.to_environ(), SHAPING: str(self.plan), HOST: self.address_of(host.name)}
@@ -123,13 +148,17 @@ async def emulated(
         folder = stack.enter_context(_owned_folder())
         namespaces, why = await _namespaces(stack, model, emulation)
         kind: ShapingKind = "paced" if namespaces is None else "namespaces"
-        plan = plan_of(model, host_of, nics=namespaces is None).write(folder)
+        conditions = _for_faults(stack, topology, folder, host_of) if topology.faults else None
+        plan = plan_of(model, host_of, nics=namespaces is None).write(folder, None if conditions is None else folder / CONDITIONS)
         said = [f"emulated: {counted(len(placement.hosts), 'host')} on this machine, {_IN_WORDS[kind]}{why}"]
         if factor != 1:
             said.append(f"{factor:g} times slower than reported")
         if any(way.jitter or way.loss for way in (model.way, *model.ways.values())):
             said.append("jitter and loss are simulated only")
-        yield EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine(prepared=prepared)), "; ".join(said)
+        yield (
+            EmulatedEngine(kind, plan, emulation.dilation, namespaces, LocalEngine(prepared=prepared), conditions),
+            "; ".join(said),
+        )
 
 
 class EmulatedHosts:
@@ -160,6 +189,22 @@ class EmulatedHosts:
         if run.agents:
             await self._stack.enter_async_context(self._engine.local.forking(run.script))
 
+    def injection(
+        self,
+        faults: Sequence[Fault],
+        placement: Placement,
+        fleet: Fleet,
+        assembly: Assembly,
+        say: Callable[[str], None],
+        ended: AgentEnded,
+    ) -> Injection:
+        """What carries out the faults of the run; `gather` has been called. ``ended``: see `EmulatedMachines`."""
+        engine = self._engine
+        assert engine is not None
+        assert engine.conditions is not None, "there is no fault in the file"
+        machines = EmulatedMachines(placement, engine.plan, engine.conditions, fleet, assembly, say, ended)
+        return Injection(machines, faults, engine.plan, say)
+
     async def start(self, host: Host, command: Sequence[str], environ: Mapping[str, str]) -> Handle:
         assert self._engine is not None
         return await self._engine.start(host, command, environ)
@@ -171,6 +216,19 @@ class EmulatedHosts:
     async def close(self) -> None:
         """Remove the emulated network: namespaces, links and what was set up for them."""
         await self._stack.aclose()
+
+
+def _for_faults(stack: AsyncExitStack, topology: Topology, folder: Path, host_of: Mapping[PeerId, str]) -> Conditions:
+    """Make what faults need in the run's folder."""
+    plan = folder / PLAN
+    for fault in faults_of(topology):
+        if fault.step is not None and not begins_at(plan, fault.trigger).exists():
+            os.mkfifo(begins_at(plan, fault.trigger))
+    for host in topology.hosts:
+        os.mkfifo(orders_for(plan, host.name))
+    conditions = Conditions.create(folder / CONDITIONS, host_of)
+    stack.callback(conditions.close)
+    return conditions
 
 
 @contextmanager

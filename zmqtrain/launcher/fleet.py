@@ -80,6 +80,7 @@ class Fleet:
         """The handle of what was started, by host name."""
         self._engine, self._kind = engine, gathered.topology.engine.kind
         self._what = "agent"
+        self._command: Sequence[str] = ()
         self._hosts: tuple[Host, ...] = ()
         self._coordinators: dict[str, str] = {}  # the address of the coordinator's endpoint, by host name
 
@@ -147,10 +148,14 @@ class Fleet:
         coordinator.
 
         Raises `EngineError` or the engine's own error if that fails; whatever was started by then has a handle nevertheless."""
-        self._what = what
+        self._what, self._command = what, command
         async with asyncio.TaskGroup() as group:
             for host in self._hosts:
                 group.create_task(self._start(host, command), name=f"start the {what} of {host.name}")
+
+    async def start_again(self, host: str) -> None:
+        """Start what `start` has started on a host, after its end. Raises the same."""
+        await self._start(next(each for each in self._hosts if each.name == host), self._command)
 
     async def _start(self, host: Host, command: Sequence[str]) -> None:
         job = self.gathered.topology.job

@@ -96,13 +96,13 @@ class LocalEngine:
         assert isinstance(handle, LocalHandle)
         process = handle.process
         if grace > 0:
-            _signal(process, signal.SIGTERM)
+            send_signal(process, signal.SIGTERM)
             try:
                 async with asyncio.timeout(grace):
                     await process.wait()
             except TimeoutError:
                 pass
-        _signal(process, signal.SIGKILL)
+        send_signal(process, signal.SIGKILL)
         await process.wait()
 
 
@@ -125,7 +125,8 @@ class LocalHosts:
         await self._stack.aclose()
 
 
-def _signal(process: ServerProcess, number: signal.Signals) -> None:
+def send_signal(process: ServerProcess, number: signal.Signals) -> None:
+    """Send a signal to a child of this process; nothing happens if it has ended."""
     if process.returncode is None:
         with suppress(ProcessLookupError):  # it has ended, but the loop does not know yet
             process.send_signal(number)

@@ -21,8 +21,9 @@ from zmqtrain.launcher.addresses import endpoint_at
 from zmqtrain.launcher.asked import LOOK, Asked
 from zmqtrain.launcher.continued import Leadership, NothingLeftError, port_taken
 from zmqtrain.launcher.detached import leave_terminal
-from zmqtrain.launcher.emulate import Emulation
+from zmqtrain.launcher.emulate import EmulatedHosts, Emulation
 from zmqtrain.launcher.engine import AGENT, UNKNOWN_EXIT, Engine, Gathered, Gathering
+from zmqtrain.launcher.faults import Injection
 from zmqtrain.launcher.fleet import Fleet, engine_for, gathered_hosts
 from zmqtrain.launcher.signals import wanted_on_sigterm
 from zmqtrain.membership.actions import Outcome
@@ -41,11 +42,12 @@ from zmqtrain.processors import gpus
 from zmqtrain.run.again import Again, Restarts
 from zmqtrain.run.assembly import Assembly, Listeners
 from zmqtrain.run.ending import Ending, ending_by, ending_of
+from zmqtrain.run.faults import faults_of
 from zmqtrain.run.preemption import INTERRUPTED, Preemption
 from zmqtrain.run.record import RunRecord
 from zmqtrain.run.report import headline
 from zmqtrain.run.resumed import changed_since
-from zmqtrain.topology.cautions import cautions
+from zmqtrain.topology.cautions import Caution, cautions
 from zmqtrain.topology.loopback import is_loopback
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Host
@@ -102,6 +104,8 @@ class Launch:
         self._preemption = Preemption()
         self._life: asyncio.Task[Ending] | None = None
         self._asked = Asked(directory.path)
+        self._faults = () if emulation is None else faults_of(self._topology)
+        self._injection: Injection | None = None
         hosts_return = emulation is None and self._topology.engine.kind == "local"
         self._restarts = Restarts(self._topology, self._placement, hosts_return=hosts_return)
 
@@ -205,6 +209,9 @@ class Launch:
             self._directory.write("topology.toml", again.topology.to_toml())
         self._topology, self._placement = again.topology, again.placement
         self._description = replace(self._description, topology=self._topology, placement=self._placement, resume=resume)
+        if self._injection is not None:
+            self._faults = self._injection.left(again.pause_s, [host.name for host in again.topology.hosts])
+            self._injection = None
         self._token = secrets.token_hex(16)  # whoever comes from the attempt before is a stranger
         self._assembly = None
         if self._leadership is not None:
@@ -258,8 +265,10 @@ class Launch:
                 await fleet.start((sys.executable, *AGENT), "agent")
                 if leadership is not None and not leadership.continues:
                     leadership.started(engine, fleet.handles)
+                injecting = self._inject(group, engine, fleet)
                 outcome = await self._watch(self._assembly.coordinator, running, fleet)
-                asked.cancel()
+                for task in (asked, *injecting):
+                    task.cancel()
             return self._ending(outcome)
 
     async def _begin_sinks(self) -> None:
@@ -284,7 +293,7 @@ class Launch:
             self._directory.write("topology.toml", self._topology.to_toml())
         continues = self._leadership is not None and self._leadership.continues
         said = continues or self._record.restarts
-        for caution in () if said else cautions(self._topology, self._placement, gpus()):  # what the user may not have meant
+        for caution in () if said else self._cautions():  # what the user may not have meant
             self._record.note(str(caution))
         resume = None if said else self._description.resume
         if resume is not None and (changed := changed_since(Path(resume), self._topology)):
@@ -292,6 +301,9 @@ class Launch:
         if gathered.said:
             self._view.note(gathered.said)
         return self._description if gathered.told is None else replace(self._description, topology=gathered.told)
+
+    def _cautions(self) -> tuple[Caution, ...]:
+        return cautions(self._topology, self._placement, gpus(), emulated=self._emulation is not None)
 
     def _take_up(self, leadership: Leadership) -> None:
         """Take up what the launcher before has recorded."""
@@ -319,19 +331,33 @@ class Launch:
         ends = {asyncio.create_task(fleet.wait(host), name=f"agent of {host}"): host for host in fleet.handles}
         try:
             while not running.done():
-                done, _ = await asyncio.wait([running, *ends], return_when=asyncio.FIRST_COMPLETED)
-                if running in done:
+                await asyncio.wait([running, *ends], return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
                     break
-                for task in done:
-                    host = ends.pop(task)  # type: ignore[arg-type]
-                    code = task.result()
-                    how = "its agent has ended" if code == UNKNOWN_EXIT else f"its agent ended with exit code {code}"
-                    left = f"agent/{host}" not in coordinator.view.members
-                    if not (left and coordinator.running.is_set()):
-                        coordinator.host_ended(host, how)
+                for task in [each for each in ends if each.done()]:
+                    self._agent_ended(coordinator, ends.pop(task), task.result())
             return running.result()
         finally:
             await abandoned(ends)
+
+    @staticmethod
+    def _agent_ended(coordinator: Coordinator, host: str, code: int) -> None:
+        """If it ends too early, the host is lost."""
+        how = "its agent has ended" if code == UNKNOWN_EXIT else f"its agent ended with exit code {code}"
+        left = f"agent/{host}" not in coordinator.view.members
+        if not (left and coordinator.running.is_set()):
+            coordinator.host_ended(host, how)
+
+    def _inject(self, group: asyncio.TaskGroup, engine: Engine, fleet: Fleet) -> list[asyncio.Task[None]]:
+        """Begin to carry out the faults of an emulated run. Returns the task, if there are any."""
+        assembly = self._assembly
+        if not self._faults or not isinstance(engine, EmulatedHosts):
+            return []
+        assert assembly is not None
+        coordinator, say = assembly.coordinator, self._record.note
+        ended = partial(self._agent_ended, coordinator)
+        injection = self._injection = engine.injection(self._faults, self._placement, fleet, assembly, say, ended)
+        return [group.create_task(injection.run(coordinator.running.wait), name="inject faults")]
 
     # Signals ------------------------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,9 @@ class PacedTransport:
         self._places: dict[PeerId, tuple[str, bytes]] = {}  # the address of each flow's peer, and our name there
         self._silent: dict[PeerId, float] = {}  # since when the link to a peer has been cut
         self._severed: set[PeerId] = set()  # peers whose connection has broken for that reason
+        self._missed: set[PeerId] = (
+            set()
+        )  # peers of whose connection something was heard meanwhile, which a real one would not tell
         self._ear: _Ear | None = None
         self._left: asyncio.Event | None = None  # set, once closing, when all farewells have been sent
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -78,7 +81,7 @@ class PacedTransport:
         return self._below.address
 
     def start(self, receiver: Receiver) -> None:
-        self._ear = _Ear(receiver)
+        self._ear = _Ear(receiver, self._hears)
         self._below.start(self._ear)
         if self._shaping.conditions is not None:
             self._look()
@@ -104,6 +107,7 @@ class PacedTransport:
         flow = self._flows.pop(peer, None)
         self._silent.pop(peer, None)
         self._severed.discard(peer)
+        self._missed.discard(peer)
         if flow is None:
             if peer not in self._leaving:
                 self._below.disconnect(peer)
@@ -153,6 +157,13 @@ class PacedTransport:
         conditions, shaping = self._shaping.conditions, self._shaping
         return conditions is not None and conditions.silent(shaping.host, shaping.host_of[peer])
 
+    def _hears(self, peer: PeerId) -> bool:
+        """Whether it can be known now what becomes of a connection to the peer."""
+        if peer in self._flows and self._is_silent(peer):
+            self._missed.add(peer)
+            return False
+        return True
+
     def _look(self) -> None:
         """Break connections whose links have been cut for too long, as heartbeats would, and make them anew after that. The sockets
         below know nothing of it."""
@@ -162,6 +173,9 @@ class PacedTransport:
                 continue
             if not self._is_silent(peer):
                 self._silent.pop(peer, None)
+                if peer in self._missed and peer not in self._severed:
+                    self._sever(peer)
+                self._missed.discard(peer)
                 if peer in self._severed:
                     self._severed.discard(peer)
                     self._below.connect(peer, *self._places[peer])
@@ -176,7 +190,7 @@ class PacedTransport:
         self._flows[peer] = _Flow(self, peer, before.way)
         self._below.disconnect(peer)
         if self._ear is not None:
-            self._ear.on_link_down(peer)
+            self._ear.break_link(peer)
 
     # Calls by flows.
 
@@ -224,24 +238,29 @@ def open_paced(below: Transport, shaping: Shaping, settings: NetSettings) -> Pac
 class _Ear:
     """A receiver that delivers nothing once this transport closes, while farewells are still sent below."""
 
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
+    def __init__(self, receiver: Receiver, hears: Callable[[PeerId], bool]) -> None:
+        """``hears(peer)``: whether to tell what becomes of a connection."""
+        self._receiver, self._hears = receiver, hears
         self.open = True
 
     def on_message(self, lane: int, route: bytes, frames: Frames, header: Header | None = None) -> None:
         if self.open:
             self._receiver.on_message(lane, route, frames, header)
 
+    def break_link(self, peer: PeerId) -> None:
+        """The connection breaks because its link is cut."""
+        self._receiver.on_link_down(peer)
+
     def on_link_up(self, peer: PeerId) -> None:
-        if self.open:
+        if self.open and self._hears(peer):
             self._receiver.on_link_up(peer)
 
     def on_link_down(self, peer: PeerId) -> None:
-        if self.open:
+        if self.open and self._hears(peer):
             self._receiver.on_link_down(peer)
 
     def on_gone(self, peer: PeerId) -> None:
-        if self.open:
+        if self.open and self._hears(peer):
             self._receiver.on_gone(peer)
 
     def on_trouble(self, peer: PeerId, trouble: Trouble | None) -> None:

@@ -18,6 +18,8 @@ from zmqtrain.net.nics import TIMES, Nics
 
 #: The environment variable with the file's name, in every process of an emulated run.
 SHAPING = "ZMQTRAIN_SHAPING"
+#: The file's name.
+PLAN = "shaping.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class ShapingPlan:
             ways.setdefault(source, []).append((target, way.nics, way.latency_s, way.down))
         document: dict[str, Any] = {"host_of": dict(self.host_of), "ways": ways, "rates": list(self.rates), "nics_file": nics_file}
         document["conditions_file"] = "" if conditions is None else str(conditions)
-        path = folder / "shaping.json"
+        path = folder / PLAN
         path.write_text(json.dumps(document), encoding="utf-8")
         return path
 

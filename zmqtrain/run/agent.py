@@ -142,6 +142,12 @@ class Agent:
         """This host is about to be taken away: ask the coordinator to stop all workers with a checkpoint while there is time."""
         self._preempted.set()
 
+    def hit(self, peer: PeerId, number: signal.Signals) -> None:
+        """Send a signal to the process of a role, as anybody on its host may. Nothing happens if there is none."""
+        process = self._running.get(peer)
+        if process is not None:
+            process.signal(number)
+
     def start_again(self, role: RolePlacement) -> bool:
         """Start a role again whose process has ended, even beyond ``[job] restarts``. Returns whether that was possible: not if the
         process is still running, or if this host is ending."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from functools import cache
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zmqtrain.arena.arena import Arena
@@ -20,6 +22,7 @@ from zmqtrain.net.loop import Dilation, dilation_of
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.recorder import AuditEvents, RunRecorder
 from zmqtrain.run.report import report_of
+from zmqtrain.run.side_lines import LineWriter, begins_at
 from zmqtrain.topology.timeouts import Timeouts
 
 if TYPE_CHECKING:
@@ -37,15 +40,38 @@ async def enter_run(environment: RoleEnvironment) -> AsyncIterator[tuple[RoleCon
         )
     arena = Arena.join(environment.arena, environment.slot) if environment.arena else None
     try:
-        endpoint = await open_zeromq(environment.peer, settings=environment.settings(arena))
+        settings = environment.settings(arena)
+        endpoint = await open_zeromq(environment.peer, settings=settings)
         try:
-            async with enter(endpoint, environment.coordinator, environment.timeouts, arena=arena) as entered:
-                yield entered
+            conditions = None if settings.shaping is None else settings.shaping.conditions
+            with _steps_told(environment) as audit:
+                entering = enter(endpoint, environment.coordinator, environment.timeouts, arena=arena, audit=audit)
+                async with entering as (context, description):
+                    if conditions is not None:  # which faults change
+                        usual, slow = context.slowdown, partial(conditions.slowdown, environment.peer)
+                        context = replace(context, slowdown=lambda: usual() * slow())
+                    yield context, description
         finally:
             await endpoint.close()
     finally:
         if arena is not None:
             arena.close()
+
+
+@contextmanager
+def _steps_told(environment: RoleEnvironment) -> Iterator[AuditEvents | None]:
+    """What says which steps this worker begins, if the launcher of an emulated run waits for one; else ``None``."""
+    path = begins_at(Path(environment.shaping), environment.peer) if environment.shaping else None
+    if path is None or not path.exists():
+        yield None
+        return
+    with LineWriter(path) as line:
+
+        def told(what: str, values: Mapping[str, object]) -> None:
+            if what == "begin_step":
+                line.say(str(values["step"]))
+
+        yield told
 
 
 @asynccontextmanager

@@ -26,18 +26,19 @@ class Caution:
         return f"warning: {self.what}: {self.remedy}"
 
 
-def cautions(topology: Topology, placement: Placement, gpus: int = 0) -> tuple[Caution, ...]:
+def cautions(topology: Topology, placement: Placement, gpus: int = 0, *, emulated: bool = False) -> tuple[Caution, ...]:
     """All warnings, as far as the hosts are known. ``gpus``: of this machine, which count where it is the run's one
-    host."""
+    host. ``emulated``: the launch is."""
+    faults = () if emulated else tuple(_faults(topology))
     if topology.hosts_open:
-        return tuple(_faults(topology))
+        return faults
     return (
         *_hosts(topology, placement),
         *_devices(topology, placement, gpus),
         *_slots(topology, placement),
         *_alone(topology),
         *_copies(topology, placement),
-        *_faults(topology),
+        *faults,
     )
 
 
@@ -45,9 +46,9 @@ def _faults(topology: Topology) -> Iterator[Caution]:
     if topology.faults:
         yield Caution(
             "faults",
-            f"{counted(len(topology.faults), 'fault')} of the file would not happen: a launch carries out no [[faults]], "
-            "emulated or not",
-            "zmqtrain simulate does; remove them if they are not meant",
+            f"{counted(len(topology.faults), 'fault')} of the file would not happen: a launch carries out [[faults]] only "
+            "if it is emulated",
+            "add --emulate, or use zmqtrain simulate; remove them if they are not meant",
         )
 
 

@@ -53,9 +53,8 @@ def look_at_file(topology: Topology, data: str | None, *, emulate: bool = False)
         unknown = topology.engine.gathers or any(host.slots == 0 for host in topology.hosts)
         placement = place_before(topology) if unknown else place(topology)
         findings += [_slots(topology, placement), *_ports(topology, placement)]
-        findings += [
-            Finding(each.name, True, each.what, each.remedy, warning=True) for each in cautions(topology, placement, gpus())
-        ]
+        warnings = cautions(topology, placement, gpus(), emulated=emulate)
+        findings += [Finding(each.name, True, each.what, each.remedy, warning=True) for each in warnings]
     except PlacementError as error:
         findings.append(Finding("placement", False, str(error)))
     findings += [
@@ -243,4 +242,4 @@ def _simulation(topology: Topology) -> Iterator[Finding]:
         steps = topology.job.steps
         late = [] if steps is None else [f"{fault.kind} at step {fault.step}" for fault in faults if (fault.step or 0) >= steps]
         never = f"; too late, since there are only {steps} steps: {', '.join(late)}" if late else ""
-        yield Finding("faults", True, f"{len(faults)} in simulated runs{never}")
+        yield Finding("faults", True, f"{len(faults)} in simulated and emulated runs{never}")
