@@ -60,8 +60,7 @@ def test_what_lasts_ends() -> None:
     assert carried_out(faults) == [
         (1.0, "slow worker/0 4"),
         (2.0, "pause beta"),
-        (3.0, "kill worker/1"),
-        (5.0, "start_again worker/1"),
+        (3.0, "restart worker/1 2"),
         (6.0, "resume beta"),
         (10.0, "slow worker/0 0.25"),
         (11.0, "delay alpha 2"),

@@ -3,7 +3,7 @@
 The launcher decides when (`zmqtrain.run.injector`), and tells the agents what to do to their roles; agents it starts and signals
 itself. Links are cut, and latencies grow, where endpoints send (`zmqtrain.net.paced`), with and without namespaces::
 
-    launcher ---- orders: "signal worker/1 9", "start worker/1" ---> agent -> its processes
+    launcher ---- orders: "signal worker/1 9", "restart worker/1 2.0" ---> agent -> its processes
        ^-------- "3": a worker begins the third step ----------------------- worker
 """
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from zmqtrain.topology.placement import Placement, RolePlacement
     from zmqtrain.topology.schema import Topology
 
-#: A role is started again once its agent knows that it has ended: when to look again, and how often.
-_AGAIN_S, _TRIES = 0.02, 100
 #: Called when an agent has ended that was started again: its host, and its exit code.
 AgentEnded = Callable[[str, int], None]
 
@@ -84,16 +82,12 @@ class _Orders:
 
     def take(self, order: str) -> None:
         what, peer, *rest = order.split()
-        if what == "start":
-            self._start(self._roles[peer], _TRIES)
+        if what == "restart":
+            self._agent.restart(self._roles[peer], float(rest[0]))
         elif peer == self._own:
             os.kill(os.getpid(), int(rest[0]))
         else:
             self._agent.hit(peer, signal.Signals(int(rest[0])))
-
-    def _start(self, role: RolePlacement, tries: int) -> None:
-        if not self._agent.start_again(role) and tries:
-            asyncio.get_running_loop().call_later(_AGAIN_S, self._start, role, tries - 1)
 
 
 # The launcher's side ----------------------------------------------------------------------------------------------------------
@@ -130,17 +124,18 @@ class EmulatedMachines:
     async def kill(self, target: str) -> None:
         self._signal(target, signal.SIGKILL)
 
-    async def start_again(self, target: str) -> None:
-        if target not in self._orders:
-            if target in self._host_of:
-                self._orders[self._host_of[target]].say(f"start {target}")
-            return
-        try:
-            await self._fleet.start_again(target)
-        except EngineError as error:
-            self._say(str(error))
-            return
-        self._ended(target, await self._fleet.wait(target))
+    async def restart(self, target: str, after_s: float) -> None:
+        if target in self._host_of:
+            self._orders[self._host_of[target]].say(f"restart {target} {after_s!r}")
+        elif target in self._orders:
+            self._signal_agent(target, signal.SIGKILL)
+            await asyncio.sleep(after_s)
+            try:
+                await self._fleet.start_again(target)
+            except EngineError as error:
+                self._say(str(error))
+                return
+            self._ended(target, await self._fleet.wait(target))
 
     async def join(self, host: str) -> None:
         raise AssertionError("no file has it")

@@ -148,6 +148,17 @@ class Agent:
         if process is not None:
             process.signal(number)
 
+    def restart(self, role: RolePlacement, after_s: float) -> None:
+        """End the process of a role without notice, and start another one ``after_s`` seconds later. Nothing happens if there is
+        none, or if this host is ending."""
+        process = self._running.get(role.peer)
+        if process is None or process.exited.done() or self._stopping.is_set():
+            return
+        assert self._watching is not None, "a role is there"
+        process.signal(signal.SIGKILL)
+        life = self._live_after(self._lives[role.peer], role, after_s)
+        self._lives[role.peer] = self._watching.create_task(life, name=f"watch {role.peer} again")
+
     def start_again(self, role: RolePlacement) -> bool:
         """Start a role again whose process has ended, even beyond ``[job] restarts``. Returns whether that was possible: not if the
         process is still running, or if this host is ending."""
@@ -171,8 +182,13 @@ class Agent:
         finally:
             self._watching = None
 
-    async def _live_after(self, before: asyncio.Task[None], role: RolePlacement) -> None:
+    async def _live_after(self, before: asyncio.Task[None], role: RolePlacement, after_s: float = 0.0) -> None:
         await asyncio.wait([before])  # the end of the previous process must be reported first
+        if after_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(after_s):
+                    await self._stopping.wait()
+                return
         await self._live(role)
 
     async def _live(self, role: RolePlacement) -> None:

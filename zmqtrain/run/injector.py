@@ -27,8 +27,8 @@ class Machines(Protocol):
     async def kill(self, target: str) -> None:
         """End its processes without notice."""
 
-    async def start_again(self, target: str) -> None:
-        """After `kill`: another process takes the name of a role; or the machine is there again, and starts its roles."""
+    async def restart(self, target: str, after_s: float) -> None:
+        """The same, and later another process takes the name of the role; or the machine is there again, and starts its roles."""
 
     async def join(self, host: str) -> None:
         """A machine that was not there before takes part."""
@@ -118,9 +118,7 @@ class Injector:
             case "kill":
                 await machines.kill(target)
             case "restart":
-                await machines.kill(target)
-                await asyncio.sleep(RESTART_S if fault.lasts is None else fault.lasts)
-                await machines.start_again(target)
+                await machines.restart(target, RESTART_S if fault.lasts is None else fault.lasts)
             case "join":
                 await machines.join(target)
             case "drain":

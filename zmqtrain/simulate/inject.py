@@ -67,7 +67,9 @@ class SimulatedFaults:
         for peer in peers:
             await self._cluster.kill(peer, silent=len(peers) > 1)
 
-    async def start_again(self, target: str) -> None:
+    async def restart(self, target: str, after_s: float) -> None:
+        await self.kill(target)
+        await asyncio.sleep(after_s)
         if target in self._cluster.hosts:
             self._start_host_again(target)
         else:
