@@ -195,6 +195,24 @@ async def give_up(scene: Scene) -> None:
     await scene.pass_s(Timeouts.of(TIMEOUT_S).heartbeat_s)
 
 
+async def restart(scene: Scene) -> None:
+    """Somebody restarts the only role, with which the host's part would be done."""
+    await scene.until("worker/0", "began")
+    for _ in range(2):  # the second time it is being done already
+        scene.agent.restart(scene.agent._description.placement.workers[0], 0.1)
+    await when(lambda: scene.coordinator.heard["worker/0"])
+    scene.coordinator.heard["worker/0"].append(("it is away",))
+
+
+async def restart_too_late(scene: Scene) -> None:
+    """The host ends while the role is away."""
+    await scene.until("worker/0", "began")
+    scene.agent.restart(scene.agent._description.placement.workers[0], TIMEOUT_S)
+    await when(lambda: scene.coordinator.heard["worker/0"])
+    scene.agent.stop()
+    await scene.pass_s(GRACE_S / 2)
+
+
 async def end_without_it(scene: Scene) -> None:
     """The run ends while a process is new that has been started again."""
     await when(lambda: marks(scene.script, "worker/0").count("began") == 2)
@@ -280,6 +298,12 @@ CASES = {
         end_without_it,
         {"worker/0": [KILLED, again(0), ("exited", 143, None, True)]},
         restarts=1,
+    ),
+    "a worker that is restarted": Case(
+        {"worker/0": ["waits", "ends well"]}, restart, {"worker/0": [KILLED, ("it is away",), ("exited", 0, None, False)]}
+    ),
+    "a worker that is away when its host ends": Case(
+        {"worker/0": ["waits", "ends well"]}, restart_too_late, {"worker/0": [KILLED], AGENT: [TOLD]}
     ),
     "a host that is given up": Case({"worker/0": ["waits"]}, give_up, {}, raises="PeerLostError"),
 }

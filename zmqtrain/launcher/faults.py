@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zmqtrain.errors import ConnectivityError, EngineError, UsageError
-from zmqtrain.launcher.local import LocalHandle, send_signal
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.faults import Fault, remaining
 from zmqtrain.run.injector import Heal, Injector
@@ -208,9 +207,7 @@ class EmulatedMachines:
             self._orders[self._host_of[target]].say(f"signal {target} {int(number)}")
 
     def _signal_agent(self, host: str, number: signal.Signals) -> None:
-        handle = self._fleet.handles[host]
-        assert isinstance(handle, LocalHandle)
-        send_signal(handle.process, number)
+        self._fleet.signal(host, number)
 
 
 class Injection:

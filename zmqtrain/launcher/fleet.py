@@ -16,6 +16,7 @@ depends on the kind of engine.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -34,7 +35,7 @@ from zmqtrain.launcher.engine import (
     engine_faults,
     make_engine,
 )
-from zmqtrain.launcher.local import LocalEngine, LocalHosts
+from zmqtrain.launcher.local import LocalEngine, LocalHandle, LocalHosts, send_signal
 from zmqtrain.membership.environment import RoleEnvironment
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings
@@ -156,6 +157,12 @@ class Fleet:
     async def start_again(self, host: str) -> None:
         """Start what `start` has started on a host, after its end. Raises the same."""
         await self._start(next(each for each in self._hosts if each.name == host), self._command)
+
+    def signal(self, host: str, number: signal.Signals) -> None:
+        """Send a signal to the process on a host, which is this machine; nothing happens if it has ended."""
+        handle = self.handles[host]
+        assert isinstance(handle, LocalHandle), "no other engine's process can get one"
+        send_signal(handle.process, number)
 
     async def _start(self, host: Host, command: Sequence[str]) -> None:
         job = self.gathered.topology.job

@@ -97,6 +97,7 @@ class Agent:
         self._stopping = asyncio.Event()
         self._preempted = asyncio.Event()
         self._stopped: set[PeerId] = set()  # roles that this agent has ended
+        self._away: set[PeerId] = set()  # roles that are being restarted
         self._lines: list[dict[str, Any]] = []
         self._held = 0  # characters that wait to be sent, or to be answered
         self._dropped: dict[PeerId, int] = {}  # characters of each role that were dropped since the last line that says so
@@ -152,9 +153,10 @@ class Agent:
         """End the process of a role without notice, and start another one ``after_s`` seconds later. Nothing happens if there is
         none, or if this host is ending."""
         process = self._running.get(role.peer)
-        if process is None or process.exited.done() or self._stopping.is_set():
+        if process is None or process.exited.done() or role.peer in self._away or self._stopping.is_set():
             return
         assert self._watching is not None, "a role is there"
+        self._away.add(role.peer)
         process.signal(signal.SIGKILL)
         life = self._live_after(self._lives[role.peer], role, after_s)
         self._lives[role.peer] = self._watching.create_task(life, name=f"watch {role.peer} again")
@@ -189,6 +191,7 @@ class Agent:
                 async with asyncio.timeout(after_s):
                     await self._stopping.wait()
                 return
+        self._away.discard(role.peer)
         await self._live(role)
 
     async def _live(self, role: RolePlacement) -> None:
