@@ -62,7 +62,7 @@ def test_sound_faults(text: str) -> None:
     [
         ("at = 1\n", "faults[0].kind", 10, "is missing"),
         ("at = 1\nkind = 'kil'\ntarget = 'alpha'", "faults[0].kind", 12, 'did you mean "kill"'),
-        ("kind = 'heal'", "faults[0]", 10, "has no time: give either at .virtual time. or step"),
+        ("kind = 'heal'", "faults[0]", 10, "has no time: give either at .a time. or step"),
         ("at = 1\nstep = 1\nkind = 'heal'", "faults[0]", 10, "has both at and step: remove one"),
         ("at = '-1 s'\nkind = 'heal'", "faults[0].at", 11, "out of range"),
         ("at = nan\nkind = 'heal'", "faults[0].at", 11, "is not a time"),

@@ -52,7 +52,7 @@ def simulation_rules(topology: Topology) -> Iterator[BrokenRule]:
 
 def _when(topology: Topology, fault: Fault, path: Path) -> Iterator[BrokenRule]:
     if (fault.at is None) == (fault.step is None):
-        times = "both at and step: remove one of them" if fault.at is not None else "no time: give either at (virtual time) or step"
+        times = "both at and step: remove one of them" if fault.at is not None else "no time: give either at (a time) or step"
         yield rule(f"has {times}", path, (*path, "at"), (*path, "step"))
     limit = topology.simulation.time_limit
     if fault.at is not None and fault.at >= limit:

@@ -1,4 +1,4 @@
-"""``[simulation]`` and ``[[faults]]``: what a simulated run needs besides the job."""
+"""``[simulation]`` and ``[[faults]]``: what a simulated run needs besides the job, and an emulated one may have."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def _sides(value: Any) -> Any:
 
 
 class Fault(Section):
-    """A fault that is injected into a simulated run."""
+    """A fault that is injected into a simulated or an emulated run."""
 
-    at: VirtualTime | None = Field(default=None, description="When: virtual time since the start of the run.")
+    at: VirtualTime | None = Field(default=None, description="When: time since the start of the run; of an emulated one, since all have joined.")
     step: int | None = Field(
         default=None,
         ge=0,
@@ -59,7 +59,8 @@ class Fault(Section):
         "it stops for a while. partition: sets of hosts cannot reach each other. heal: all partitions end. slow: "
         "modelled compute takes `factor` times as long. delay: what it sends takes `factor` times the latency. corrupt: a "
         "bit of the next message flips. drop: connections break, lose what is in flight, and come back. drain: the host is "
-        "asked to leave, as `zmqtrain drain` does; if the run cannot continue without it, it stays."
+        "asked to leave, as `zmqtrain drain` does; if the run cannot continue without it, it stays. Emulated runs have no "
+        "corrupt and drop, and slow needs modelled devices."
     )
     target: str | None = Field(
         default=None,
