@@ -290,7 +290,7 @@ def test_a_simulated_world_for_people(file: Path, capsys: pytest.CaptureFixture[
         'sides = [["node01"], ["node[02-64]"]]',
         "10 Gbit/s per host, 20 us one way, 1 rack with uplinks of 40 Gbit/s, 2 hosts with settings of their own",
         "phantom payloads; stopped after 24 h of virtual time",
-        "2 in simulated runs; too late, since there are only 20 steps: partition at step 20",
+        "2 in simulated and emulated runs; too late, since there are only 20 steps: partition at step 20",
     ):
         assert part in text
 

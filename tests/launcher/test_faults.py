@@ -21,6 +21,7 @@ from zmqtrain.run.side_lines import LineReader, orders_for
 from zmqtrain.topology.load import parse_topology
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.toml_writer import write_value
 
 HOSTS = """
 [job]
@@ -49,11 +50,7 @@ latency = "100 us"
 
 
 def fault(kind: str, **values: object) -> str:
-    shown = "\n".join(
-        f"{name} = {value if isinstance(value, int | float | list) else f'{chr(34)}{value}{chr(34)}'}"
-        for name, value in values.items()
-    )
-    return f'[[faults]]\nkind = "{kind}"\n{shown}\n'
+    return "\n".join(["[[faults]]", *(f"{name} = {write_value(value)}" for name, value in {"kind": kind, **values}.items()), ""])
 
 
 def parsed(*faults: str, file: str = HOSTS) -> Topology:
@@ -129,27 +126,24 @@ class Scene:
         self.shaping, self.seen = folder / "shaping.json", list[str]()
         host_of = {role.peer: role.host for role in self.placement.roles} | {f"agent/{host}": host for host in self.placement.hosts}
         self.conditions = Conditions.create(folder / "conditions", host_of)
-        self._readers = []
-        for host in self.placement.hosts:
-            os.mkfifo(orders_for(self.shaping, host))
-            self._readers.append(
-                LineReader(orders_for(self.shaping, host), lambda line, host=host: self.seen.append(f"{host}: {line}"))
-            )  # type: ignore[misc]
+        self._readers = [self._reader(host) for host in self.placement.hosts]
         fleet: Any = FakeFleet(self.seen)
         assembly: Any = None
-        self.machines = EmulatedMachines(
-            self.placement,
-            self.shaping,
-            self.conditions,
-            fleet,
-            assembly,
-            self.seen.append,
-            lambda host, code: self.seen.append(f"{host} ended ({code})"),
-        )
+        say = self.seen.append
+        self.machines = EmulatedMachines(self.placement, self.shaping, self.conditions, fleet, assembly, say, self._ended)
+
+    def _reader(self, host: str) -> LineReader:
+        path = orders_for(self.shaping, host)
+        os.mkfifo(path)
+        return LineReader(path, lambda line: self.seen.append(f"{host}: {line}"))
+
+    def _ended(self, host: str, code: int) -> None:
+        self.seen.append(f"{host} ended ({code})")
 
     async def heard(self) -> list[str]:
         """What has happened since the last call."""
-        await asyncio.sleep(0.01)  # FIFOs are read at the next turn of the loop
+        for _ in range(3):  # what was written is read at the next turn of the loop
+            await asyncio.sleep(0)
         found = list(self.seen)
         self.seen.clear()
         return found
@@ -189,11 +183,8 @@ async def test_what_stands_still_goes_on_at_the_end(tmp_path: Path) -> None:
     await scene.machines.pause("h2")
     await scene.heard()
     scene.machines.release()
-    assert await scene.heard() == [
-        "h2 gets SIGCONT",
-        f"h2: signal worker/1 {int(signal.SIGCONT)}",
-        f"h1: signal worker/0 {int(signal.SIGCONT)}",
-    ]
+    go_on = int(signal.SIGCONT)
+    assert await scene.heard() == ["h2 gets SIGCONT", f"h2: signal worker/1 {go_on}", f"h1: signal worker/0 {go_on}"]
     scene.close()
 
 
@@ -272,7 +263,7 @@ def test_workers_die_stand_still_and_come_back(tmp_path: Path) -> None:
         "^worker/1 is back",
         "^fault: pause h3 at step 8 of worker/0 for 0.2 s",
         "^fault: slow worker/0 2 times at step 12 of worker/0 for 0.2 s",
-        "^fault: partition h1 | h2,h3 at step 40",
+        r"^fault: partition h1 \| h2,h3 at step 40",
         "^continuing without worker/2: worker/2 on h3 was killed by SIGKILL",
     ]
     launched = emulated(tmp_path, "--shaping", "paced", faults=faults, awaited=awaited)

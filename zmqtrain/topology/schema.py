@@ -58,7 +58,8 @@ class Topology(Section):
     )
     simulation: Simulation = Field(default_factory=Simulation, description="How `zmqtrain simulate` runs the job.")
     faults: Annotated[tuple[Fault, ...], BeforeValidator(_tuple)] = Field(
-        default=(), description="Faults to inject into a simulated or an emulated run, and when. Each has a `kind`, and either `at` or `step`."
+        default=(),
+        description="Faults to inject into a simulated or an emulated run, and when. Each has a `kind`, and either `at` or `step`.",
     )
     observe: Observe = Field(default_factory=Observe, description="What is recorded and shown.")
     tune: Tune = Field(default_factory=Tune, description="What `zmqtrain tune` chooses from, and how much time it may spend.")

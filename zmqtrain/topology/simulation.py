@@ -47,7 +47,9 @@ def _sides(value: Any) -> Any:
 class Fault(Section):
     """A fault that is injected into a simulated or an emulated run."""
 
-    at: VirtualTime | None = Field(default=None, description="When: time since the start of the run; of an emulated one, since all have joined.")
+    at: VirtualTime | None = Field(
+        default=None, description="When: time since the start of the run; of an emulated one, since all have joined."
+    )
     step: int | None = Field(
         default=None,
         ge=0,
