@@ -285,7 +285,7 @@ def test_a_simulated_world_for_people(file: Path, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     for part in (
         "and 24 more (all with --json)",
-        "Faults in simulated runs",
+        "Faults in simulated and emulated runs",
         "factor = 4.0",
         'sides = [["node01"], ["node[02-64]"]]',
         "10 Gbit/s per host, 20 us one way, 1 rack with uplinks of 40 Gbit/s, 2 hosts with settings of their own",

@@ -99,7 +99,7 @@ _TABLES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     (
         "planned",
-        "Faults in simulated runs",
+        "Faults in simulated and emulated runs",
         (("fault", "kind"), ("at (s)", "at"), ("at step", "step"), ("target", "target"), ("details", "details")),
     ),
     (
