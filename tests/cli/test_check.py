@@ -295,6 +295,15 @@ def test_a_simulated_world_for_people(file: Path, capsys: pytest.CaptureFixture[
         assert part in text
 
 
+def test_what_only_a_simulation_can_do(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(WORLD.replace('kind = "slow"\n', 'kind = "corrupt"\n').replace("factor = 4.0\n", ""))
+    for emulate in (False, True):
+        assert run_check(file, emulate=emulate, json=True) == (2 if emulate else 0)
+        found = [row for row in rows_of(capsys) if row["row"] == "check" and row["name"] == "faults"]
+        refused = [row["detail"] for row in found if not row["ok"]]
+        assert ["only zmqtrain simulate carries it out" in what for what in refused] == [True] * emulate
+
+
 def test_a_simulated_world_for_machines(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(WORLD)
     assert run_check(file, json=True) == 0

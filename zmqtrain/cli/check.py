@@ -61,7 +61,7 @@ def run_check(
 
         findings += look_at_code(topology, data)
     look: PreflightReport | None = None
-    if not file_only and all(finding.ok for finding in findings if finding.name == "engine"):
+    if not file_only and all(finding.ok for finding in findings if finding.name in ("engine", "faults")):
         look = _look(topology, data, findings, emulate=emulate)
     if look is not None:
         findings += findings_of(topology, placement, look, versions(), _model_bytes(topology))

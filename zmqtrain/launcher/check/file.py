@@ -10,6 +10,7 @@ from pathlib import Path
 from zmqtrain.errors import CheckpointError, PlacementError, UsageError
 from zmqtrain.launcher.elsewhere import require_here
 from zmqtrain.launcher.engine import make_engine
+from zmqtrain.launcher.faults import refused
 from zmqtrain.launcher.ssh.pack import pack, program_files, require_inside
 from zmqtrain.observe.sinks.make import make_sinks
 from zmqtrain.processors import gpus
@@ -67,7 +68,7 @@ def look_at_file(topology: Topology, data: str | None, *, emulate: bool = False)
         *_profile(topology),
         *_sync(topology),
     ]
-    findings += [_encryption(topology), *_network(topology), *_simulation(topology)]
+    findings += [_encryption(topology), *_network(topology), *_simulation(topology, emulate=emulate)]
     return placement, findings
 
 
@@ -231,14 +232,16 @@ def _network(topology: Topology) -> Iterator[Finding]:
     yield Finding("network", True, f"{', '.join(parts)}: in simulate and launch --emulate")
 
 
-def _simulation(topology: Topology) -> Iterator[Finding]:
+def _simulation(topology: Topology, *, emulate: bool) -> Iterator[Finding]:
     simulation, faults = topology.simulation, topology.faults
     if topology.compute.device == "modelled" or faults or simulation != Simulation():
         trained = topology.job.task is not None and topology.compute.device != "modelled"
         payload = simulation.payload or ("real" if trained else "phantom")
         limit = format_duration(simulation.time_limit)
         yield Finding("simulation", True, f"{payload} payloads; stopped after {limit} of virtual time")
-    if faults:
+    if emulate and (why := refused(topology)):
+        yield Finding("faults", False, "; ".join(why))
+    elif faults:
         steps = topology.job.steps
         late = [] if steps is None else [f"{fault.kind} at step {fault.step}" for fault in faults if (fault.step or 0) >= steps]
         never = f"; too late, since there are only {steps} steps: {', '.join(late)}" if late else ""
