@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
+from tests.pairwise import pairwise
 from tests.train.world import Recipe, Run, data_of, network_of, run, topology_of
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.checkpoint_part import kept_payload
@@ -53,17 +54,17 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "exchange",
-    [
-        {"kind": "allreduce"},
-        {"kind": "model_server", "staleness": "sync", "shards": 2},
-        {"kind": "model_server", "staleness": "sync", "shards": 2, "merged_fc": True, "split": "2"},
-    ],
-    ids=["allreduce", "sync", "merged"],
+@pairwise(
+    {
+        "exchange": {
+            "allreduce": {"kind": "allreduce"},
+            "sync": {"kind": "model_server", "staleness": "sync", "shards": 2},
+            "merged": {"kind": "model_server", "staleness": "sync", "shards": 2, "merged_fc": True, "split": "2"},
+        },
+        "optimizer": list(OPTIMIZERS),
+        "elastic": [False, True],
+    }
 )
-@pytest.mark.parametrize("elastic", [False, True])
 async def test_groups_in_step_go_on_as_one_process(exchange: dict[str, Any], optimizer: str, elastic: bool, tmp_path: Path) -> None:
     """Twice, over the ends of epochs: four steps of 16 samples and 8 samples that are left out."""
     recipe, job = Recipe(train_data=data_of(72), optimizer=OPTIMIZERS[optimizer]), {"elastic": elastic}
@@ -85,10 +86,7 @@ APART: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("grid", ["1x1", "2x1"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("was", "groups"), [(4, 2), (3, 2), (2, 3)])
-@pytest.mark.parametrize("kind", APART)
+@pairwise({"kind": list(APART), "was, groups": [(4, 2), (3, 2), (2, 3)], "optimizer": list(OPTIMIZERS), "grid": ["1x1", "2x1"]})
 async def test_groups_with_models_of_their_own_begin_with_the_run_s(
     kind: str, was: int, groups: int, optimizer: str, grid: str, tmp_path: Path
 ) -> None:
