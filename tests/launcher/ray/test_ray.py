@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.launcher.environment.nodes import Nodes
+from tests.launcher.ready import warm
 from tests.patience import PATIENCE_S
 from zmqtrain.errors import UsageError
 from zmqtrain.launcher.engine import Gathering
@@ -107,12 +108,14 @@ def cluster() -> Iterator[str]:
 
 def test_runs_on_a_cluster(tmp_path: Path, cluster: str) -> None:
     """Two at once: one comes to its end, the other loses an actor, and with it a host."""
-    (tmp_path / "trial.toml").write_text(TOPOLOGY.format(address=cluster))
     (tmp_path / "script.py").write_text(SCRIPT)
     environ = {"PYTHONPATH": str(ROOT)}
-    with Nodes(tmp_path) as nodes:
-        for name in ("ends", "stays"):
-            nodes.start(name, ["launch", "--run-dir", name, "trial.toml", "script.py", name], environ)
+    with warm() as started, Nodes(tmp_path) as nodes:
+        # Agents of one find fork servers, as in other tests; those of the other start their own.
+        hosts = f'[[hosts]]\nname = "node[1-2]"\nslots = 1\npython = "{started.python}"\n'
+        for name, more in (("ends", hosts), ("stays", "")):
+            (tmp_path / f"{name}.toml").write_text(TOPOLOGY.format(address=cluster) + more)
+            nodes.start(name, ["launch", "--run-dir", name, f"{name}.toml", "script.py", name], environ)
         nodes.until(lambda: all((tmp_path / f"stays-{rank}").exists() for rank in range(2)))
         roles = [psutil.Process(int((tmp_path / f"stays-{rank}").read_text())) for rank in range(2)]
         agents = [role.parent().parent() for role in roles]
