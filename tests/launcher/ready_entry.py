@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 from contextlib import suppress
+from importlib import import_module
 
 import msgpack
 
@@ -20,6 +21,9 @@ from zmqtrain.cli.main import main as command
 from zmqtrain.launcher.forkserver import ENTRY, LARGEST_MESSAGE, import_entry
 from zmqtrain.launcher.zygote import RUNNING, serve_agent, serve_launcher
 
+# A second for each worker of a divided model: a tensor of a class of its own has torch import these at its first operation, and
+# gradients that are given to a backward, as those of merged layers are, a part of them.
+import_module("torch.distributed.tensor")
 with suppress(ImportError):
     import sklearn.datasets  # noqa: F401 - of the examples; a second for each of their workers
 
