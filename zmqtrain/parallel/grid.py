@@ -14,11 +14,10 @@ _GRID = re.compile(r"(\d{1,5})x(\d{1,5})")
 class Grid:
     """P = ``rows`` x ``columns`` processes. Pr = ``rows`` divides a layer's model or domain, Pc = ``columns`` the batch.
 
-    Rank r is the process in row ``r % rows`` and column ``r // rows``: a column's processes are neighbours. So
-    what rank r has of the samples contains the place ``r / P`` of the batch, on every grid, and little has to move from one grid to
-    another. The processes of a *row* have the same part of the
-    weights and different samples: they sum weight gradients. Those of a *column* have the same samples and different parts of the
-    weights (or of the image): they gather activations and sum their gradients.
+    Rank r is the process in row ``r % rows`` and column ``r // rows``: a column's processes are neighbours. So what rank r has of
+    the samples contains the place ``r / P`` of the batch, on every grid, and little has to move from one grid to another. The
+    processes of a *row* have the same part of the weights and different samples: they sum weight gradients. Those of a *column*
+    have the same samples and different parts of the weights (or of the image): they gather activations and sum their gradients.
     """
 
     rows: int
