@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.pairwise import pairwise
 from tests.parallel.placed.models import Transformer, alexnet, images, words
 from tests.parallel.placed.test_pairs import WIDTH, Attention, Mlp
 from tests.parallel.placed.test_parallelize import divided
@@ -151,6 +152,25 @@ def test_residual_blocks_whose_branches_lie_in_different_ways(ways: Sequence[str
     priced = price(problem, placed_of(problem, plan))
     assert counted(layers, rehearse(model, [x], Grid(1, 4), plan, BATCH)) == predicted(priced)
     assert any(each.charged for each in problem.graph.brought)
+
+
+#: Of 8 processes: with several rows, or several columns, or both.
+EIGHT = ["batch 1x8", "model 2x4", "model 4x2", "model 8x1", "domain 2x4", "domain 4x2"]
+
+
+@pairwise({"first": EIGHT, "second": EIGHT, "third": EIGHT})
+def test_between_grids_of_several_rows_and_columns(first: str, second: str, third: str) -> None:
+    """Parts nest but for strips: half of an image that a process has may not be the half of which it needs a quarter."""
+    with torch.device("meta"):
+        x = torch.empty(16, 3, 8, 8, dtype=torch.float64)
+        convolutions = [nn.Conv2d(inputs, 16, 3, padding=1) for inputs in (3, 16, 16)]
+        model = nn.Sequential(convolutions[0], nn.ReLU(), convolutions[1], nn.ReLU(), convolutions[2]).double()
+    layers = stages(trace_layers(model, [x]))
+    choices = [each.split() for each in (first, second, third)]
+    plan = Plan(tuple(LayerPlan(stage.name, how, Grid.parse(grid)) for stage, (how, grid) in zip(layers, choices, strict=True)))  # type: ignore[arg-type]
+    problem = Problem(layers, 16, 8, LINK, Ours(WORD_BYTES))
+    priced = price(problem, placed_of(problem, plan))
+    assert counted(layers, rehearse(model, [x], plan.layers[0].grid, plan, 16)) == predicted(priced)
 
 
 class EncoderLayer(nn.Module):
