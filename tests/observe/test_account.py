@@ -156,6 +156,20 @@ def test_gradients_that_were_not_exchanged_at_the_end_do_not_count(steps: int, f
     assert (found["why"] or "").startswith("they came after the last exchange") is (steps % 4 > 0)
 
 
+@pytest.mark.parametrize(("begins", "first", "kept"), [(0, None, 8), (0, 0, 8), (None, None, 0), (None, 4, 4)])
+def test_what_a_checkpoint_counts_whose_workers_have_reported_nothing(begins: int | None, first: int | None, kept: int) -> None:
+    """They were stopped in the moment in which they wait with their reports; a resumed run's first step is theirs to say."""
+    topology = Topology.from_dict({"job": {"elastic": False}, "compute": {"batch_size": 10}, "exchange": {"kind": "allreduce"}})
+    account = SampleAccount(begins)
+    if first is not None:
+        account.add("worker/0", {"kind": "start", "step": first, "values": {}})
+    assert account.before(8, topology) == 10 * kept
+    account.add("coordinator", {"kind": "restart", "step": 8, "values": {"samples": 10 * kept}})
+    assert account.before(12, topology) == 10 * (kept + 4)
+    account.add("coordinator", {"kind": "restart", "step": 12, "values": {"samples": 10 * (kept + 4)}})
+    assert account.before(12, topology) == 10 * (kept + 4)
+
+
 def test_the_line_says_what_counts_and_why_the_rest_does_not() -> None:
     account = {"due": 96000, "counted": 49152, "repeated": 0, "lost": 46848, "why": "the run ended before"}
     assert account_lines(account) == ["49,152 of 96,000 samples count in the model; the rest do not: the run ended before"]

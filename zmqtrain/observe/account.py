@@ -21,7 +21,9 @@ from zmqtrain.topology.schema import Topology
 class SampleAccount:
     """Feed it events (`add`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins: int | None = 0) -> None:
+        """``begins``: the step with which the run begins; ``None``: that of a checkpoint, which its workers say."""
+        self._begins = begins
         self._known = True  # whether each step of a group has the same number of samples
         self._earlier = 0  # the samples in the checkpoint from which the run has begun again, since its first step
         self._begin_attempt()
@@ -58,13 +60,17 @@ class SampleAccount:
                 self._served[peer] = int(values["batches"]), int(values["batches_most"])
         elif kind == "restart":
             self._earlier = int(values["samples"] or 0)
+            self._begins = self._begins if event["step"] is None else int(event["step"])
             self._begin_attempt()
 
     def before(self, step: int, topology: Topology) -> int:
         """The samples that count in a checkpoint of this step. An elastic run does not say what was lost before: 0."""
         if topology.elastic:
             return 0
-        since = step if self._first is None else self._first  # nothing was trained since the checkpoint was read
+        # Workers that end within a moment of their begin may have reported nothing, and yet have kept a checkpoint.
+        since = self._begins if self._first is None else self._first
+        if since is None:
+            return self._earlier  # nothing is known to be trained since the checkpoint was read
         return self._earlier + max(0, step - since) * topology.compute.groups * topology.compute.batch_size
 
     def _begin(self, step: int, values: Mapping[str, Any]) -> None:

@@ -60,7 +60,7 @@ class RunRecord:
         self._directory, self._view, self._world = directory, view, world
         directory.on_failure = view.note
         self.summary = Summary()
-        self._account = SampleAccount()
+        self._account = SampleAccount(0 if self._resumed is None else None)
         self._slowness = Slowness()
         self._sums = EventSums(description.topology.observe.most_single_events)
         self.quiet = False
