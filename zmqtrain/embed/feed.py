@@ -9,12 +9,12 @@ from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.loader import Fetch, Finish, Loader
 from zmqtrain.data.source import Shard, Source, source_of
-from zmqtrain.data.stream import StreamLoader, StreamPlace
+from zmqtrain.data.stream import StreamLoader
 from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.topology.elastic import ASKING
 from zmqtrain.train.batches import partition_of, reader_of, same_samples
-from zmqtrain.train.shares import Shares
+from zmqtrain.train.shares import Shares, stream_place
 
 #: ``agree(mine)``: whether ``mine`` is true on all workers. Every worker must call it equally often.
 Agree = Callable[[bool], Coroutine[Any, Any, bool]]
@@ -115,9 +115,7 @@ def make_feed(
             raise UsageError(f"{source.name} is a stream, which cannot skip batches: remove `first`")
         if topology.asks_elastic:
             raise UsageError(f"other workers cannot take over a stream in the middle: remove {ASKING}")
-        start, stop = shares.bounds(0)
-        columns, column = topology.compute.columns, topology.compute.column_of(role.position)
-        place = StreamPlace(role.group * columns + column, placement.groups * columns, start, stop, placement.groups * size)
+        place = stream_place(topology, placement, role, shares, size)
         loader = StreamLoader(source, place, seed, BackgroundThread("zmqtrain-loader"), finish, source.processes)
         return StreamFeed(loader, source.name, epoch, agree, size)
     partition = partition_of(source, placement.groups, topology, size)

@@ -21,7 +21,7 @@ from zmqtrain.data.ring import Ring
 from zmqtrain.data.ring_loader import RingLoader
 from zmqtrain.data.ring_plan import RingPlan
 from zmqtrain.data.source import Source
-from zmqtrain.data.stream import Position, StreamLoader, StreamPlace
+from zmqtrain.data.stream import Position, StreamLoader
 from zmqtrain.errors import CheckpointError, TaskError, UsageError
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
@@ -29,7 +29,7 @@ from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.elastic import ASKING
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.course import Course
-from zmqtrain.train.shares import Shares, in_step
+from zmqtrain.train.shares import Shares, in_step, stream_place
 from zmqtrain.wire.tensor import TensorPayload
 
 _OTHER_DATA = "says what these have left to train: resume with the same data, in a run that may lose workers ([job] elastic)"
@@ -440,17 +440,10 @@ class StreamBatches:
     ) -> None:
         """Raises `UsageError` if the topology does not allow a stream."""
         topology, placement, role = context.topology, context.placement, context.role
-        job, columns = topology.job, topology.compute.columns
+        job = topology.job
         self._epochs = None if job.steps is not None or job.until is not None else job.epochs or 1
         _check_stream(source, context, limited=self._epochs is not None)
-        start, stop = shares.bounds(0)
-        place = StreamPlace(
-            role.group * columns + topology.compute.column_of(role.position),
-            placement.groups * columns,
-            start,
-            stop,
-            placement.groups * topology.compute.batch_size,
-        )
+        place = stream_place(topology, placement, role, shares)
         self._name = source.name
         self._loader = StreamLoader(source, place, job.seed, thread, finish, processes)
         self._world: Group | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from zmqtrain.data.partition import even_bounds
 from zmqtrain.data.parts import bounds_of, parts_of
+from zmqtrain.data.stream import StreamPlace
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.topology.placement import Placement, RolePlacement
 from zmqtrain.topology.schema import Topology
@@ -90,6 +91,21 @@ class Shares:
         call."""
         assert sum(parts) == sum(self.at(step)), "the parts of a step must add up to all its samples"
         self._since = (*self._since[-2:], (step, tuple(parts)))  # batches of earlier steps may still be fetched
+
+
+def stream_place(
+    topology: Topology, placement: Placement, role: RolePlacement, shares: Shares, batch_size: int | None = None
+) -> StreamPlace:
+    """Which samples of a stream a worker has, as its shares are at first. ``batch_size``: of a group, in place of the file's."""
+    compute = topology.compute
+    start, stop = shares.bounds(0)
+    return StreamPlace(
+        role.group * compute.columns + compute.column_of(role.position),
+        placement.groups * compute.columns,
+        start,
+        stop,
+        placement.groups * (batch_size or compute.batch_size),
+    )
 
 
 def in_step(topology: Topology) -> bool:
