@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,3 +66,20 @@ def test_a_model_is_made_without_content_where_that_is_possible(kind: str, devic
     layers = source_of(topology).stages
     assert [stage.head.outputs for stage in layers] == [(6,), (4,)]
     assert devices == DEVICES
+
+
+@pytest.mark.parametrize(
+    ("loss", "numbers"),
+    [
+        (nn.functional.cross_entropy, 3),
+        (nn.CrossEntropyLoss(), 3),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), 4),
+        (nn.CrossEntropyLoss(reduction="sum"), 0),
+        (lambda output, target: nn.functional.cross_entropy(output, target), 0),
+    ],
+)
+def test_what_a_loss_of_divided_logits_tells_is_known_to_the_plan(loss: Any, numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dataclasses.replace(task("plain"), loss=loss)
+    monkeypatch.setitem(globals(), "task", lambda kind: made)
+    topology = parse_topology('[job]\nname = "plan"\ntask = "tests.plan.test_setup:task"\nargs = { kind = "plain" }\n')
+    assert [layer.loss_numbers for layer in source_of(topology).layers if layer.weights] == [0, numbers]

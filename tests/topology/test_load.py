@@ -172,6 +172,14 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
             "is for a grid that divides the model",
         ),
         (
+            "[job]\n[compute]\ngroup_size = 4\ngrid = '2x2'\n"
+            "[[parallel.layers]]\nlayer = '0'\nchoice = 'batch'\ngrid = '1x4'\n"
+            "[[parallel.layers]]\nlayer = '1'\nchoice = 'model'\ngrid = '4x1'\n",
+            "parallel.layers",
+            5,
+            'whose columns say which samples each worker has: set [compute] grid = "4x1"',
+        ),
+        (
             "[job]\n[compute]\ngroup_size = 4\ngrid = '4x1'\n"
             "[[parallel.layers]]\nlayer = '0'\nchoice = 'domain'\ngrid = '4x1'\nstrips = '2x3'\n",
             "parallel.layers",

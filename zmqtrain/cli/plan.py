@@ -19,7 +19,7 @@ from zmqtrain.plan.efficiency import efficiencies
 from zmqtrain.plan.group_step import variants
 from zmqtrain.plan.planner import Planned, plan
 from zmqtrain.plan.price import price
-from zmqtrain.plan.problem import Problem, placed_of
+from zmqtrain.plan.problem import Problem, main_grid, placed_of
 from zmqtrain.plan.rows import efficiency_rows, layer_rows, link_row, sweep_row, total_rows
 from zmqtrain.plan.setup import Source, link_source, problem_of, source_of
 from zmqtrain.plan.sweep import powers_up_to, sweep
@@ -100,6 +100,7 @@ def _one(problem: Problem, given: Path | None, tables: Tables | None, *, why: bo
     else:
         placed = placed_of(problem, read_plan(given, "--price"))
         options = tuple(problem.options(stage) for stage in problem.layers)
+        problem = problem.put_by(main_grid(placed))
         planned = Planned(problem, tuple(placed), price(problem, placed), options)
     layers, totals = list(layer_rows(planned)), total_rows(planned, "given" if given else "planned")
     if tables is None:

@@ -1,9 +1,14 @@
-"""``zmqtrain plan --measure``: the plan's steps in the simulated world, compared with its price."""
+"""``zmqtrain plan --measure``: the plan's steps in the simulated world, compared with its price.
+
+A trial has no exchange and no loss: it sums the weight gradients of each layer by themselves, and gathers the model's outputs. So
+it is compared with the price of just that.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from zmqtrain.errors import UsageError
@@ -12,7 +17,10 @@ from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.model.traffic import Sent
 from zmqtrain.parallel.trial import Trial, Tried
 from zmqtrain.plan.counted import counted, predicted, stage_of
+from zmqtrain.plan.ours import Ours
 from zmqtrain.plan.planner import Planned
+from zmqtrain.plan.price import price
+from zmqtrain.plan.problem import main_grid
 from zmqtrain.plan.setup import hosts_of_group, model_of
 from zmqtrain.simulate.divided import simulate_divided
 from zmqtrain.topology.links import links_of
@@ -28,8 +36,9 @@ def measured_rows(topology: Topology, planned: Planned, data: str | None) -> lis
 
     Raises `UsageError` where there is no task or no network, or the model cannot be divided; `TaskError` where its code fails.
     """
-    problem, network = planned.problem, links_of(topology)
-    hosts = hosts_of_group(topology, problem.processes)
+    planned, network = _of_trial(planned), links_of(topology)
+    problem = planned.problem
+    hosts = hosts_of_group(topology, problem.processes, main_grid(planned.placed))
     if any(network.host(host).bandwidth is None for host in hosts):
         raise UsageError('--measure runs the plan on the simulated network: add [network] with bandwidth = "1 Gbit/s" to the file')
     model, inputs = model_of(topology, data)
@@ -43,6 +52,22 @@ def measured_rows(topology: Topology, planned: Planned, data: str | None) -> lis
     )
     tried = simulate_divided(model, inputs, trial, network, hosts=hosts, seed=topology.job.seed)
     return [*_by_layer(planned, tried), _total(planned, tried)]
+
+
+def _of_trial(planned: Planned) -> Planned:
+    """The plan at the price of what a trial sends."""
+    problem = planned.problem
+    layers = tuple(
+        replace(
+            stage,
+            head=replace(stage.head, loss_numbers=0),
+            followers=tuple(replace(each, loss_numbers=0) for each in stage.followers),
+        )
+        for stage in problem.layers
+    )
+    pricing = replace(problem.pricing, bucket_bytes=0) if isinstance(problem.pricing, Ours) else problem.pricing
+    problem = replace(problem, layers=layers, pricing=pricing)
+    return replace(planned, problem=problem, price=price(problem, planned.placed))
 
 
 def _by_layer(planned: Planned, tried: Sequence[Tried]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.placed import Placed
-from zmqtrain.plan.price import changing_bytes, price
+from zmqtrain.plan.price import changing_bytes, price, price_there
 from zmqtrain.plan.problem import Options, Problem
 from zmqtrain.plan.ways import Array, Indices, State, Ways, lower, spread, states_of, times_of, unbeaten, unfit
 
@@ -37,7 +37,7 @@ def _found(
     bound_s, looked_at, exact, overlaps = math.inf, 0, True, problem.overlap > 0
     if overlaps:  # a good plan, whose step time is an upper bound for all paths
         plain, looked_at, exact = _found(replace(problem, overlap=0.0), states, sent, limit)
-        bound_s = price(problem, plain).step_s * (1 + 1e-9)
+        bound_s = price_there(problem, plain).step_s * (1 + 1e-9)
     times = [[times_of(problem, index, state) for state in here] for index, here in enumerate(states)]
     least = np.cumsum([0.0, *(min(each.memory for each in here) for here in times)])  # of the layers before each one
     ahead_s = np.cumsum([0.0, *(min(each.waits_s for each in here) for here in times)])

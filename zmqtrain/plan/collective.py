@@ -8,7 +8,6 @@ from functools import lru_cache
 
 from zmqtrain.collectives.choose import choose_all_reduce
 from zmqtrain.collectives.operations import sent_by_all_reduce
-from zmqtrain.collectives.schedule import doubling_all_reduce, halving_all_reduce
 
 #: All-reduces of up to this many ranks are followed step by step; of larger ones, bytes are exact to one element per rank.
 FOLLOWED = 16
@@ -63,31 +62,3 @@ def all_reduce(numel: int, size: int, itemsize: int) -> Sent:
     if algorithm == "doubling":
         return Sent(steps + fold, (steps + fold) * numel)
     return Sent(2 * steps + fold, 2 * (numel - numel // core) + fold * numel)
-
-
-@lru_cache(maxsize=65536)
-def between_hosts(numel: int, size: int, itemsize: int, together: int) -> Sent:
-    """What an all-reduce sends from one host to another, if so many neighbouring ranks are together on each: the messages that
-    follow one another, and the elements of the host that sends most."""
-    if size <= together or numel == 0:
-        return Sent(0, 0)
-    algorithm = choose_all_reduce(numel * itemsize, size)
-    if algorithm == "ring":  # the last rank of a host alone sends to another one
-        return Sent(2 * hops(size, together), all_reduce(numel, size, itemsize).numel)
-    schedule = halving_all_reduce if algorithm == "halving" else doubling_all_reduce
-    found = Sent(0, 0)
-    for first in range(0, size if size <= FOLLOWED else 1, together):
-        messages, sent = 0, 0
-        for rank in range(first, min(size, first + together)):
-            away = [
-                step for step in schedule(numel, size, rank) if step.to is not None and step.to // together != first // together
-            ]
-            messages = max(messages, len(away))
-            sent += sum(stop - start for step in away for start, stop in step.out)
-        found = Sent(max(found.messages, messages), max(found.numel, sent))
-    return found
-
-
-def hops(size: int, together: int) -> int:
-    """How many of the messages that pass a part on around a ring go from one host to another."""
-    return min(size - 1, -(-size // together))

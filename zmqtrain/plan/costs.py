@@ -40,11 +40,18 @@ class Pricing(Protocol):
         """Whether it knows images that are divided by their width, or by height and width."""
         ...
 
-    def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
+    def put_by(self, main: Grid) -> Pricing:
+        """The same where processes are put on hosts by the rows of ``main``, a plan's main grid; itself if that changes nothing."""
+        ...
+
+    def layer(
+        self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0, told: int = 0
+    ) -> LayerCost:
         """A layer's own communication.
 
-        ``first``: the gradient of its input is not needed. ``last``: its output is needed whole. ``joined``: its input arrives
-        divided over the rows in the same way as the layer (see `joins`), into this many units; 0: it arrives as the layer needs it.
+        ``first``: the gradient of its input is not needed. ``last``: its output is needed whole, or, if ``told`` is given, by a
+        loss whose rows tell each other so many numbers of each sample instead. ``joined``: its input arrives divided over the rows
+        in the same way as the layer (see `joins`), into this many units; 0: it arrives as the layer needs it.
         """
         ...
 
@@ -100,7 +107,13 @@ class Paper:
         """No: the equations are for strips of the height."""
         return False
 
-    def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
+    def put_by(self, main: Grid) -> Paper:
+        """Itself: a process is a host."""
+        return self
+
+    def layer(
+        self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0, told: int = 0
+    ) -> LayerCost:
         grid, size = placed.grid, placed.grid.size
         samples = batch / grid.columns
         match placed.choice:

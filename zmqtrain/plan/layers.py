@@ -130,6 +130,9 @@ class LayerShape:
     """The layers together with which it may be divided."""
     by_inputs: bool = False
     """Whether it is divided by its inputs, so that its outputs are summed."""
+    loss_numbers: int = 0
+    """If the loss takes these outputs as they are divided: how many numbers of each sample its rows tell each other. 0: it needs
+    them whole."""
 
     @property
     def numel_in(self) -> int:

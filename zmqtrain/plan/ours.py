@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,8 +22,9 @@ import numpy as np
 from zmqtrain.parallel.communicator import AT_ONCE_BYTES
 from zmqtrain.parallel.geometry import Count, Division, even, follow, grid_traffic, halo_traffic
 from zmqtrain.parallel.grid import Grid
-from zmqtrain.plan.collective import Sent, all_reduce, between_hosts, hops, idle, ring
+from zmqtrain.plan.collective import all_reduce, idle, ring
 from zmqtrain.plan.costs import WORD_BYTES
+from zmqtrain.plan.hosts import MOVED, Hosts, Members, Spread
 from zmqtrain.plan.layers import PASSES, Reaches, Stage
 from zmqtrain.plan.link import NOTHING, Array, ChangedByte, Changes, Cost, LayerCost
 from zmqtrain.plan.placed import Integers, Lie, Lies, Placed, lacking
@@ -34,12 +35,21 @@ STATISTICS_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """Implements `zmqtrain.plan.costs.Pricing`. Rows are placed on hosts in order (`zmqtrain.topology.placement`), so a row is on
-    one host if it fits."""
+    """Implements `zmqtrain.plan.costs.Pricing`."""
 
     word_bytes: int = WORD_BYTES
     per_host: int = 1
     """The number of the group's processes on each host."""
+    main: Grid | None = None
+    """The grid by whose rows processes are put on hosts (`zmqtrain.plan.hosts`); ``None``: for each layer its own."""
+
+    bucket_bytes: int = 0
+    """Weight gradients travel in buckets of about this size, in which small layers share messages, as a run's exchange has them. 0:
+    each layer's by themselves, as those of `zmqtrain.parallelize` alone."""
+
+    def put_by(self, main: Grid) -> Ours:
+        """Nothing changes where each process has a host of its own, or all are on one."""
+        return self if self.per_host == 1 or main.size <= self.per_host else replace(self, main=main)
 
     @property
     def pairs(self) -> bool:
@@ -51,10 +61,14 @@ class Ours:
         """Yes: this runtime can divide images by their width, or by height and width."""
         return True
 
-    def layer(self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0) -> LayerCost:
+    def layer(
+        self, stage: Stage, placed: Placed, batch: int, *, first: bool, last: bool = False, joined: int = 0, told: int = 0
+    ) -> LayerCost:
         samples = math.ceil(batch / placed.grid.columns)
-        told, told_back = self._statistics(stage, placed, samples)
-        always = LayerCost(dw=self._weights(stage, placed), statistics=told, statistics_back=told_back)
+        there, back = self._statistics(stage, placed, samples)
+        if told:
+            last, there = False, there + self._told(told * samples, placed.grid, "columns", 1, self.word_bytes)
+        always = LayerCost(dw=self._weights(stage, placed), statistics=there, statistics_back=back)
         if placed.choice == "model":
             gathered = self._input(stage, placed, samples, joined) + self._output(stage, placed, samples, last)
             return replace(always, all_gather=gathered, dx=self._input_gradient(stage, placed, samples, joined, first))
@@ -101,25 +115,45 @@ class Ours:
 
     def _moved(self, before: Stage, size: int, ways: Sequence[tuple[Lies, Lies]], back: bool) -> Changes:
         """From each of some divisions to each of others, in one or more steps."""
-        held, needed = ways[0][0], ways[-1][1]
-        shape = len(held.samples), needed.samples.shape[1]
-        messages, share, memory = (np.zeros(shape) for _ in range(3))
+        shape = len(ways[0][0].samples), ways[-1][1].samples.shape[1]
+        messages, share, on_nic, memory = (np.zeros(shape) for _ in range(4))
         for one, other in ways:
             number, part = lacking(other, one) if back else lacking(one, other)
             memory = memory + 2 * part * size
             if not back:
                 number, part = _gathered(before, one, other, number, part)
-            messages, share = messages + number, share + part
+            share, of_host = share + part, part
+            if 1 < self.per_host < size:
+                number, of_host = self._between_hosts(one, other, size, back, number, part)
+            messages, on_nic = messages + number, on_nic + of_host
         if size <= self.per_host:
             nothing = np.zeros_like(share)
             return Changes(nothing, ChangedByte(nothing, nothing, memory))
-        crossing = np.minimum(np.gcd(held.samples, needed.samples), self.per_host)
-        return Changes(messages, ChangedByte(share, share * crossing, np.zeros_like(share)))
+        return Changes(messages, ChangedByte(share, on_nic, np.zeros_like(share)))
+
+    def _between_hosts(
+        self, one: Lies, other: Lies, size: int, back: bool, messages: Integers, share: Array
+    ) -> tuple[Integers, Array]:
+        """Of a process's messages and bytes, what goes from one host to another: messages, and the share of the busiest NIC."""
+        if size > MOVED:
+            return messages, share * np.minimum(np.gcd(one.samples, other.samples), self.per_host)
+        found, on_nic = np.zeros_like(messages), np.zeros_like(share)
+        every, others = one.each(), other.each()
+        numbers = (np.arange(len(each.samples.flat)).reshape(each.samples.shape) for each in (one, other))
+        rows, columns = np.broadcast_arrays(*numbers)
+        for place in np.ndindex(found.shape):
+            held, needed = every[rows[place]], others[columns[place]]
+            hosts = self._hosts(held.grid(size))
+            moved = hosts.moved(needed, held) if back else hosts.moved(held, needed)
+            found[place] = moved.messages
+            on_nic[place] = moved.part * (share[place] if moved.ring else 1)
+        return found, on_nic
 
     def change_key(self, before: Stage, after: Stage) -> Hashable:
         """How a layer's output is divided, the number of parts possible, and what the next layer accepts."""
         left = before.leaves((2, 1)), before.leaves((1, 2)), before.image_size
-        return before.leaves_channels and before.head.units, left, after.head.kind in PASSES, after.head.image, after.head.by_inputs
+        takes = after.head.kind in PASSES, after.head.image, after.head.by_inputs
+        return before.leaves_channels and before.head.units, left, takes, self.main
 
     # Model-parallel layers.
 
@@ -131,7 +165,7 @@ class Ours:
         """Gathering the output, in the layer itself or because the next layers do not accept it divided."""
         head, mixing = stage.head, stage.gathered_at
         if head.sums or head.by_inputs:
-            return self._sum(samples * head.numel_out, placed, (head.sums or 1) * head.calls)
+            return self._sum_waited_for(samples * head.numel_out, placed, (head.sums or 1) * head.calls)
         if head.kind == "recurrent":  # each layer gathers its outputs at every position
             return self._ring(samples * head.outputs[-1], head.units, placed, stage.rounds)
         if head.kind not in PASSES:
@@ -145,7 +179,7 @@ class Ours:
         if head.kind == "embedding" or head.by_inputs:
             return NOTHING
         if head.sums:
-            return self._sum(numel, placed, (head.sums - first) * rounds)
+            return self._sum_waited_for(numel, placed, (head.sums - first) * rounds)
         recurrent = NOTHING
         if head.kind == "recurrent":  # the outputs' gradients are scattered at every position
             recurrent = self._scatter(samples * head.outputs[-1], head.units, placed, stage.rounds)
@@ -155,7 +189,7 @@ class Ours:
             return self._scatter(numel, head.groups, placed, rounds)
         if joined and head.groups == 1:
             return self._scatter(numel, joined, placed, rounds)
-        return recurrent + self._sum(numel, placed, rounds)
+        return recurrent + self._sum_waited_for(numel, placed, rounds)
 
     # Domain-parallel layers.
 
@@ -171,49 +205,51 @@ class Ours:
         divisions = even(sizes[0], parts[0]), even(sizes[1], parts[1])
         for reaches in stage.before:
             divisions = _halo(reaches, divisions).outputs
-        members = range(placed.strips)
-        there, back = [NOTHING for _ in members], [NOTHING for _ in members]
+        there, back = (np.zeros((2, placed.strips)) for _ in range(2))  # messages and bytes of each row
         for layer in layers:
             halo = _halo(layer.reaches, divisions)
             place_bytes = samples * layer.inputs[0] * self.word_bytes * layer.calls
-            for member in members:
-                there[member] += self._rows(halo.forward[member], place_bytes, placed, layer.calls)
-                if not (first and layer is stage.head):
-                    back[member] += self._rows(halo.backward[member], place_bytes, placed, layer.calls)
+            scale = np.array([[layer.calls], [place_bytes]])
+            there += scale * _counts(halo.forward)
+            if not (first and layer is stage.head):
+                back += scale * _counts(halo.backward)
             divisions = halo.outputs
-        return _busiest(there), _busiest(back)
+        return self._rows(there, placed), self._rows(back, placed)
 
-    def _rows(self, sent: Count, place_bytes: int, placed: Placed, calls: int) -> Cost:
+    def _rows(self, sent: Array, placed: Placed) -> Cost:
+        """``sent``: the messages and the bytes that each row sends to its neighbours."""
+        messages, nbytes = sent
         if placed.grid.size <= self.per_host:
-            return Cost(memory_bytes=2 * sent.nbytes * place_bytes * placed.grid.size)
-        cost = Cost.sent(sent.messages * calls, sent.nbytes * place_bytes, sharing=self._crossing(placed.grid.columns))
-        if self._together(placed) > 1 and placed.strips > 2 and 1 in placed.parts:  # one of its neighbours is on its own host
-            cost = replace(cost, messages=cost.messages / 2, nic_bytes=cost.nic_bytes / 2)
-        return cost
+            return Cost(memory_bytes=2 * float(nbytes.max()) * placed.grid.size)
+        if self.per_host == 1:
+            return Cost.sent(float(messages.max()), float(nbytes.max()))
+        near = self._hosts(placed.grid).neighbours(placed.grid, placed.parts)
+        return Cost(float((messages * near.away).max()), float(nbytes.max()), float((near.by_host @ nbytes).max()))
 
     # All layers.
 
     def _statistics(self, stage: Stage, placed: Placed, samples: int) -> tuple[Cost, Cost]:
         """The sums of statistics in forward and backward."""
         grid, there, back = placed.grid, NOTHING, NOTHING
-        members = grid.columns if placed.choice in ("model", "whole") else grid.size
+        members: Members = "rows" if placed.choice in ("model", "whole") else "all"
+        size = grid.columns if members == "rows" else grid.size
         divided = placed.choice == "model" and stage.head.kind in PASSES
         for layer in stage.layers:
             divided = divided and not layer.mixes
-            if layer.statistics and members > 1:
+            if layer.statistics and size > 1:
                 channels = math.ceil(layer.outputs[0] / grid.rows) if divided else layer.outputs[0]
                 itemsize = STATISTICS_BYTES if placed.choice == "domain" else self.word_bytes
-                there += self._told(2 * channels + 1, members, layer.calls, itemsize)
-                back += self._sum_of_neighbours(2 * channels, members, layer.calls, itemsize)
+                there += self._told(2 * channels + 1, grid, members, layer.calls, itemsize)
+                back += self._sum(2 * channels, grid, members, layer.calls, itemsize)
             elif layer.means and (placed.strips > 1 or (divided and layer.means % grid.rows)):
                 numel = samples * layer.means
-                there += self._sum_at_once(numel, placed, 2 * layer.calls)
-                back += self._sum_at_once(2 * numel, placed, layer.calls)
+                there += self._sum(numel, grid, "columns", 2 * layer.calls)
+                back += self._sum(2 * numel, grid, "columns", layer.calls)
             if layer.running:
                 channels = math.ceil(layer.outputs[0] / grid.rows) if divided else layer.outputs[0]
-                there += self._sum_of_neighbours(2 * channels, grid.columns, layer.calls, self.word_bytes)
+                there += self._sum(2 * channels, grid, "rows", layer.calls)
             if placed.strips > 1 and layer.pools_to_one(placed.parts):
-                there += self._sum_at_once(samples * layer.numel_out, placed, layer.calls)
+                there += self._sum(samples * layer.numel_out, grid, "columns", layer.calls)
         return there, back
 
     def _weights(self, stage: Stage, placed: Placed) -> Cost:
@@ -231,96 +267,76 @@ class Ours:
                     units = layer.most_units(grid.rows) if units == layer.units else -(-units // grid.rows)
                 numel = units * part.each
                 if apart or not divided:
-                    total += self._sum_of_row(grid.size, numel + part.whole)
+                    total += self._added(grid, "all", numel + part.whole)
                 else:
-                    total += self._sum_of_row(grid.columns, numel) + self._sum_of_row(grid.size, part.whole)
+                    total += self._added(grid, "rows", numel) + self._added(grid, "all", part.whole)
         return total
 
     def _ring(self, numel: int, units: int, placed: Placed, rounds: int) -> Cost:
         """A column's all-gathers of ``numel`` elements each, of which each row has some of ``units``."""
-        size = placed.grid.rows
-        if placed.grid.size <= self.per_host:  # each process writes its part, and all read everything
-            return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * rounds * self.word_bytes)
-        return self._wire(self._passed_on(ring(numel, units, size), placed, size), placed, rounds)
+        spread = self._spread(placed.grid, "columns")
+        if spread.local:
+            return self._in_memory(numel * rounds, spread, self.word_bytes)
+        sent = ring(numel, units, spread.size)
+        nbytes = sent.numel * rounds * self.word_bytes
+        return Cost(min(sent.messages, spread.hops) * rounds, nbytes, nbytes * spread.links)
 
     def _scatter(self, numel: int, units: int, placed: Placed, rounds: int) -> Cost:
         """A column's reduce-scatters: each process sends every other one its part itself, so that of several on a host each sends
         to all on other hosts."""
-        size, together = placed.grid.rows, self._together(placed)
-        cost = self._ring(numel, units, placed, rounds)
-        if placed.grid.size <= self.per_host or together == 1:
+        spread, cost = self._spread(placed.grid, "columns"), self._ring(numel, units, placed, rounds)
+        if spread.local or spread.apart:
             return cost
-        away = together * (size - together) / size * numel * rounds * self.word_bytes
-        return replace(cost, nic_bytes=away * self._crossing(placed.grid.columns))
+        return replace(cost, nic_bytes=spread.pairs_away / spread.size * numel * rounds * self.word_bytes)
 
-    def _sum(self, numel: int, placed: Placed, rounds: int) -> Cost:
+    def _sum_waited_for(self, numel: int, placed: Placed, rounds: int) -> Cost:
         """A column's all-reduces of ``numel`` elements each, which wait for their own pieces."""
-        cost = self._sum_at_once(numel, placed, rounds)
-        if placed.grid.size <= self.per_host:
+        spread, cost = self._spread(placed.grid, "columns"), self._sum(numel, placed.grid, "columns", rounds)
+        if spread.local:
             return cost
-        waits = idle(numel, placed.grid.rows, self.word_bytes) * rounds * self.word_bytes
-        return cost + Cost(nic_bytes=waits * self._crossing(placed.grid.columns))
+        waits = idle(numel, spread.size, self.word_bytes) * rounds * self.word_bytes
+        return cost + Cost(nic_bytes=waits * spread.crossing)
 
-    def _sum_at_once(self, numel: int, placed: Placed, rounds: int) -> Cost:
-        """A column's all-reduces of ``numel`` elements each."""
-        size, together = placed.grid.rows, self._together(placed)
-        if placed.grid.size <= self.per_host:
-            return Cost(memory_bytes=placed.grid.columns * (size + 1) * numel * rounds * self.word_bytes)
-        cost = self._wire(all_reduce(numel, size, self.word_bytes), placed, rounds)
-        return self._away(cost, numel, size, together, rounds, self.word_bytes, self._crossing(placed.grid.columns))
+    def _sum(self, numel: int, grid: Grid, members: Members, rounds: int, itemsize: int = 0) -> Cost:
+        """All-reduces of ``numel`` elements each, of all columns, all rows, or all processes."""
+        spread, itemsize = self._spread(grid, members), itemsize or self.word_bytes
+        if spread.local:
+            return self._in_memory(numel * rounds, spread, itemsize)
+        away = spread.all_reduced(numel, itemsize)
+        nbytes = all_reduce(numel, spread.size, itemsize).numel * rounds * itemsize
+        return Cost(away.messages * rounds, nbytes, away.numel * rounds * itemsize)
 
-    def _sum_of_neighbours(self, numel: int, size: int, rounds: int, itemsize: int) -> Cost:
-        """All-reduces of ``numel`` elements each, over ``size`` processes with neighbouring ranks."""
-        if size <= self.per_host:
-            return Cost(memory_bytes=(size + 1) * numel * rounds * itemsize) if size > 1 else NOTHING
-        sent = all_reduce(numel, size, itemsize)
-        cost = Cost.sent(sent.messages * rounds, sent.numel * rounds * itemsize)
-        return self._away(cost, numel, size, self.per_host, rounds, itemsize, 1)
-
-    def _away(self, cost: Cost, numel: int, size: int, together: int, rounds: int, itemsize: int, at_once: int) -> Cost:
-        """Of an all-reduce what goes to other hosts, where ``together`` of its processes are on each, and ``at_once`` such sums."""
-        if together == 1:
-            return cost
-        sent = between_hosts(numel, size, itemsize, together)
-        return replace(cost, messages=sent.messages * rounds, nic_bytes=sent.numel * rounds * itemsize * at_once)
-
-    def _told(self, numel: int, size: int, rounds: int, itemsize: int) -> Cost:
-        """Each of ``size`` processes with neighbouring ranks tells all others ``numel`` elements, those of its own host in
-        memory."""
-        if size <= self.per_host:
-            return Cost(memory_bytes=(size + 1) * numel * rounds * itemsize)
-        away = size - self.per_host
-        cost = Cost.sent(away * rounds, away * numel * rounds * itemsize, sharing=self.per_host)
+    def _told(self, numel: int, grid: Grid, members: Members, rounds: int, itemsize: int) -> Cost:
+        """Each process tells all others ``numel`` elements, those of its own host in memory."""
+        spread = self._spread(grid, members)
+        if spread.local:
+            return self._in_memory(numel * rounds, spread, itemsize)
+        away, nbytes = spread.most_away, numel * rounds * itemsize
+        cost = Cost(away * rounds, away * nbytes, spread.pairs_away * nbytes)
         return replace(cost, beside=(away - 1) * rounds) if numel * itemsize <= AT_ONCE_BYTES else cost
 
-    def _together(self, placed: Placed) -> int:
-        """How many neighbouring rows of a column are on one host."""
-        return max(1, self.per_host // placed.grid.columns)
-
-    def _passed_on(self, sent: Sent, placed: Placed, size: int) -> Sent:
-        """What a ring over a column sends, with the messages that go to another host."""
-        return replace(sent, messages=min(sent.messages, hops(size, self._together(placed))))
-
-    def _wire(self, sent: Sent, placed: Placed, rounds: int, itemsize: int = 0) -> Cost:
-        nbytes = sent.numel * rounds * (itemsize or self.word_bytes)
-        return Cost.sent(sent.messages * rounds, nbytes, sharing=self._crossing(placed.grid.columns))
-
-    def _sum_of_row(self, size: int, numel: int) -> Cost:
-        """A sum of weight gradients over processes with neighbouring ranks: in memory on each host, then slice by slice between
-        hosts."""
-        if size == 1 or numel == 0:
+    def _added(self, grid: Grid, members: Members, numel: int) -> Cost:
+        """Sums of weight gradients, of all rows or of all processes: their part in the buckets that they fill."""
+        spread = self._spread(grid, members)
+        if spread.size == 1 or numel == 0:
             return NOTHING
-        here = math.gcd(size, self.per_host) if size < self.per_host else self.per_host
-        hosts = math.ceil(size / here)
-        rows = self.per_host // here  # rows that are summed on this host
-        sent = all_reduce(math.ceil(numel / here), hosts, self.word_bytes)
-        memory = rows * (here + 1) * numel * self.word_bytes if here > 1 else 0
-        wire = Cost.sent(sent.messages, sent.numel * self.word_bytes, sharing=self.per_host)
-        return wire + Cost(memory_bytes=memory)
+        memory = spread.added_here * numel * self.word_bytes
+        if spread.local:
+            return Cost(memory_bytes=memory)
+        filled = max(numel, self.bucket_bytes // self.word_bytes)
+        sent, on_host = spread.added(filled, self.word_bytes)
+        wire = Cost(sent.messages, sent.numel * self.word_bytes, on_host * self.word_bytes)
+        return wire.times(numel / filled) + Cost(memory_bytes=memory)
 
-    def _crossing(self, columns: int) -> int:
-        """The number of processes of a host that send to another host at once: the last one of each column on the host."""
-        return min(columns, self.per_host)
+    def _in_memory(self, numel: int, spread: Spread, itemsize: int) -> Cost:
+        """Groups that are each on one host: each process writes its part, and all read everything."""
+        return Cost(memory_bytes=spread.groups_here * (spread.size + 1) * numel * itemsize) if spread.size > 1 else NOTHING
+
+    def _spread(self, grid: Grid, members: Members) -> Spread:
+        return self._hosts(grid).among(grid, members)
+
+    def _hosts(self, grid: Grid) -> Hosts:
+        return Hosts(self.per_host, self.main or grid)
 
 
 def _takes_channels(stage: Stage) -> bool:
@@ -375,6 +391,6 @@ def _halo(reaches: Reaches, divisions: tuple[Division, Division]) -> _Halo:
     return _Halo(sent["forward"], sent["backward"], outputs)
 
 
-def _busiest(costs: Sequence[Cost]) -> Cost:
-    """The most messages, and the most bytes."""
-    return Cost(*(max(getattr(cost, each.name) for cost in costs) for each in fields(Cost)))
+def _counts(sent: Sequence[Count]) -> Array:
+    """Messages and places of each row."""
+    return np.array([[each.messages for each in sent], [each.nbytes for each in sent]], float)

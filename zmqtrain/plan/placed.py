@@ -80,6 +80,10 @@ class Lie:
     strips: int = 1
     wide: int = 1
 
+    def grid(self, size: int) -> Grid:
+        """On which grid of ``size`` processes that is."""
+        return Grid(size // self.samples, self.samples)
+
 
 @dataclass(frozen=True, slots=True)
 class Lies:
@@ -94,6 +98,11 @@ class Lies:
     def of(cls, lies: Sequence[Lie], dimension: int) -> Lies:
         """Along the first (0) or second (1) dimension of a table of pairs. The arrays are read-only."""
         return _lies(tuple(lies), dimension)
+
+    def each(self) -> list[Lie]:
+        """One by one."""
+        numbers = (self.samples, self.channels, self.strips, self.wide)
+        return [Lie(*found) for found in zip(*(each.reshape(-1).tolist() for each in numbers), strict=True)]
 
 
 @lru_cache(maxsize=1024)  # the price of a plan asks for one at a time, and always for the same few

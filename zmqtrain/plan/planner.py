@@ -27,7 +27,7 @@ from zmqtrain.parallel.plan import Plan
 from zmqtrain.plan.branching import search
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.placed import Placed
-from zmqtrain.plan.price import PlanPrice, Times, changing_bytes, divided, price, returned
+from zmqtrain.plan.price import PlanPrice, Times, changing_bytes, divided, price, price_there, returned
 from zmqtrain.plan.problem import Options, Problem, main_grid, plan_of
 from zmqtrain.plan.ways import Array, State, Ways, spread, states_of, times_of, unbeaten, unfit
 from zmqtrain.topology.rounded import rounded_size
@@ -72,8 +72,9 @@ def plan(problem: Problem) -> Planned:
         )
     tables: _Tables = {}
     found, ways = _fitting(problem, options, tables)
-    found, more = _returning(problem, options, found, tables)
+    found, more = _by_main_grid(problem, options, found, tables)
     ways += more
+    problem = problem.put_by(main_grid(found))
     return Planned(problem, tuple(found), price(problem, found), options, ways)
 
 
@@ -91,11 +92,12 @@ def _fitting(problem: Problem, options: Sequence[Options], tables: _Tables) -> t
     return found, ways + more
 
 
-def _returning(problem: Problem, options: Sequence[Options], found: list[Placed], tables: _Tables) -> tuple[list[Placed], int]:
-    """The best plan if the output's way back counts, too. ``found``: the best one without it.
+def _by_main_grid(problem: Problem, options: Sequence[Options], found: list[Placed], tables: _Tables) -> tuple[list[Placed], int]:
+    """The best plan if what depends on its main grid counts, too: the output's way back, and which processes share a host.
+    ``found``: the best one without them.
 
-    The main grid depends on the first layers, and that way on the last ones: so each main grid is a search of its own. None of
-    them can be better than the best plan without the way if that has no such way.
+    The main grid depends on the first layers, and these on the last ones: so each main grid is a search of its own. None of them
+    can be better than the best plan without them if that has no such way back, and each process has a host of its own.
     """
     best_s, looked_at, main = price(problem, found).step_s, 0, main_grid(found)
     stays_s, moves_s = (
@@ -106,15 +108,16 @@ def _returning(problem: Problem, options: Sequence[Options], found: list[Placed]
         )
         for grid in (Grid(problem.processes, 1), main)
     )
-    if moves_s == stays_s:
-        return found, 0
     batch = Placed.of("batch", main)
+    shared = problem.put_by(main) is not problem  # hosts have several processes
+    if moves_s == stays_s and not shared:
+        return found, 0
     candidates = [[batch for _ in found]] if all(batch in option.placed for option in options) else []
     for grid in sorted(problem.grids(), key=lambda each: (each not in (main, found[-1].grid), each.rows)):
         if grid.rows == 1 or looked_at > MOST_RETURNING:
             continue
         try:
-            tried, more = _fitting(replace(problem, main=grid), options, tables)
+            tried, more = _fitting(problem.with_main(grid), options, tables)
         except UsageError:  # with this grid nothing fits in memory
             continue
         looked_at += more
@@ -127,7 +130,9 @@ def _returning(problem: Problem, options: Sequence[Options], found: list[Placed]
 
 
 def _search(problem: Problem, options: Sequence[Options], tables: _Tables, limit: float | None = None) -> tuple[list[Placed], int]:
-    """The best plan, and the number of paths that were looked at."""
+    """The best plan, and the number of paths that were looked at. Raises `UsageError` if there is none."""
+    if problem.main is not None and not _possible(problem, options, problem.main):
+        raise UsageError(f"no layer can be the first that is computed by rows on the grid {problem.main}")
     if limit is not None:
         every = (states_of(problem, option, index) for index, option in enumerate(options))
         least = sum(min(times_of(problem, index, state).memory for state in here) for index, here in enumerate(every))
@@ -137,6 +142,16 @@ def _search(problem: Problem, options: Sequence[Options], tables: _Tables, limit
                 "Use more processes or a smaller batch, or raise [plan] memory"
             )
     return _chain(problem, options, limit, tables) if problem.graph.chain else search(problem, options, limit)
+
+
+def _possible(problem: Problem, options: Sequence[Options], main: Grid) -> bool:
+    """Whether some plan has this main grid: a layer that can be on it, and batch parallelism for all layers before that one."""
+    for option in options:
+        if any(how.choice != "batch" and how.grid == main for how in option.placed):
+            return True
+        if not any(how.choice == "batch" for how in option.placed):
+            return False
+    return False
 
 
 def _chain(
@@ -150,7 +165,7 @@ def _chain(
     edges = edges or _Edges(problem, every, tables)
     if problem.overlap > 0:  # a good plan, whose step time is an upper bound for all paths
         plain, looked_at = _chain(replace(problem, overlap=0.0), options, limit, tables, edges)
-        bound_s = price(problem, plain).step_s * (1 + 1e-9)
+        bound_s = price_there(problem, plain).step_s * (1 + 1e-9)
     times = [[times_of(problem, index, state) for state in here] for index, here in enumerate(states)]
     least = np.cumsum([0.0, *(min(each.memory for each in here) for here in times)])  # of the layers before each one
     ahead_s = np.cumsum([0.0, *(min(each.waits_s for each in here) for here in times)])

@@ -84,7 +84,8 @@ class Times:
         hidden_s = min(beside * halo_back_s + dx_s, overlap * backward_s / 2)
         waits_s = forward_s + backward_s + link.seconds(cost.all_gather + cost.statistics + cost.statistics_back)
         waits_s += max((1 - beside) * halo_s, halo_s - overlap * forward_s) + halo_back_s + dx_s - hidden_s
-        drains_s = overlap * backward_s - hidden_s
+        idle_s = link.latency_s(cost.halo_back + cost.dx + cost.statistics_back)  # the NIC has nothing to send meanwhile
+        drains_s = overlap * (backward_s + idle_s) - hidden_s
         return cls(waits_s, drains_s, link.seconds(cost.dw), problem.memory(stage, placed).total)
 
 
@@ -136,6 +137,13 @@ def returned(problem: Problem, index: int, stage: Stage, placed: Placed, main: G
     return there, back
 
 
+def told(index: int, problem: Problem, stage: Stage, placed: Placed, main: Grid) -> int:
+    """How many numbers of each sample the loss tells instead of gathering this layer's outputs; 0: it needs them whole, or they are
+    not the model's. They stay divided only where their samples were given."""
+    stays = placed.choice == "model" and stage.leaves_channels and (main.columns == 1 or placed.grid == main)
+    return stage.layers[-1].loss_numbers if stays and problem.graph.ends(index) else 0
+
+
 def _cost(change: Changes, nbytes: int) -> Cost:
     messages, each = change.one()
     return Cost(messages) + each.times(nbytes)
@@ -158,12 +166,18 @@ def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerC
         for end in range(len(placed)):
             moved = returned(problem, end, divided(problem, placed, end), placed[end], main)
             there, back = there + moved[0], back + moved[1]
-    cost = pricing.layer(stage, how, problem.batch, first=first, last=last, joined=joined)
+    numbers = told(index, problem, stage, how, main_grid(placed))
+    cost = pricing.layer(stage, how, problem.batch, first=first, last=last, joined=joined, told=numbers)
     return replace(cost, redistribute=there, redistribute_back=back)
 
 
 def price(problem: Problem, placed: Sequence[Placed]) -> PlanPrice:
-    """The price of these placements, in the order of the problem's layers."""
+    """The price of these placements, in the order of the problem's layers, where their main grid has put processes on hosts."""
+    return price_there(problem.put_by(main_grid(placed)), placed)
+
+
+def price_there(problem: Problem, placed: Sequence[Placed]) -> PlanPrice:
+    """The same where processes are on hosts as the problem's pricing has them."""
     layers = []
     every = [divided(problem, placed, index) for index in range(len(placed))]
     for index, (stage, how) in enumerate(zip(every, placed, strict=True)):

@@ -69,6 +69,15 @@ class Problem:
             raise UsageError(f"a plan needs at least one sample and one process, not {self.batch} and {self.processes}")
         object.__setattr__(self, "graph", graph_of(self.layers))
 
+    def put_by(self, main: Grid) -> Problem:
+        """The same where processes are put on hosts by the rows of ``main``."""
+        pricing = self.pricing.put_by(main)
+        return self if pricing == self.pricing else replace(self, pricing=pricing)
+
+    def with_main(self, main: Grid) -> Problem:
+        """The same for plans of which ``main`` is the main grid."""
+        return replace(self.put_by(main), main=main)
+
     def stage(self, index: int, placed: Placed, *, paired: bool = True) -> Stage:
         """A layer as it is divided in this placement. ``paired``: whether all of its pair, if it has one, are placed alike."""
         stage = self.layers[index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from zmqtrain.collectives.choose import ALPHA_S, BETA_S
-from zmqtrain.data.batch import batch_of
+from zmqtrain.data.batch import Batch, batch_of
 from zmqtrain.data.loader import Finish
 from zmqtrain.errors import TaskError, UsageError
+from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.cluster import measured_link
 from zmqtrain.plan.costs import Paper, Pricing
 from zmqtrain.plan.layers import LayerShape, Stage, stages
@@ -25,12 +26,14 @@ from zmqtrain.plan.problem import Problem
 from zmqtrain.plan.profiled import profile_layers, with_times
 from zmqtrain.plan.shipped import before_pooling, shipped_table
 from zmqtrain.plan.trace import SAMPLES, trace_layers
+from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.topology.links import MEMORY_BYTE_S, links_of
 from zmqtrain.topology.placement import place_before
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.batches import sample_batch
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
+from zmqtrain.train.divided import loss_on_grid, numbers_of_loss
 from zmqtrain.train.task import Task, build_model, load_task, user_code
 
 
@@ -88,7 +91,7 @@ def problem_of(topology: Topology, layers: Sequence[Stage], *, processes: int | 
         batch or compute.batch_size,
         processes,
         link_of(topology),
-        pricing_of(topology, processes),
+        pricing_of(topology, processes, sum(layer.weights for layer in layers)),
         settings.overlap_share,
         settings.flops,
         settings.memory,
@@ -97,19 +100,22 @@ def problem_of(topology: Topology, layers: Sequence[Stage], *, processes: int | 
     )
 
 
-def pricing_of(topology: Topology, processes: int) -> Pricing:
+def pricing_of(topology: Topology, processes: int, weights: int) -> Pricing:
     """The way to calculate costs that ``[plan] pricing`` names. If hosts have different numbers of a group's processes, the
-    smallest counts."""
+    smallest counts. ``weights``: elements of the model's parameters."""
     settings = topology.plan
     if settings.pricing == "paper":
         return Paper(settings.word_bytes, settings.dx)
     together = min(Counter(hosts_of_group(topology, processes)).values())
-    return Ours(settings.word_bytes, together if topology.compute.shared_memory else 1)
+    bucket_bytes = BucketLimit.of(topology).bytes_of(weights * settings.word_bytes)
+    return Ours(settings.word_bytes, together if topology.compute.shared_memory else 1, bucket_bytes=bucket_bytes)
 
 
-def hosts_of_group(topology: Topology, processes: int) -> tuple[str, ...]:
+def hosts_of_group(topology: Topology, processes: int, main: Grid | None = None) -> tuple[str, ...]:
     """The host of each process of a group of ``processes``: as a run would place it, or on its own if the file's groups have
-    another size."""
+    another size. ``main``: the main grid, if not the file's."""
+    if main is not None:
+        topology = topology.model_copy(update={"compute": topology.compute.model_copy(update={"grid": str(main)})})
     compute = topology.compute
     if processes != compute.group_size:
         alone = {"groups": 1, "group_size": processes, "pipeline": 1, "parts": "even"}
@@ -151,7 +157,7 @@ def model_of(topology: Topology, data: str | None) -> tuple[nn.Module, tuple[Any
     """The task's model, and the inputs of a few samples. Raises `UsageError` if there is no task, `TaskError` if it fails."""
     task = _task_of(topology, data)
     model = _made(topology, task)
-    return model, _inputs(topology, task, model)
+    return model, _batch(topology, task).arguments(model)
 
 
 def _task_of(topology: Topology, data: str | None) -> Task:
@@ -166,24 +172,30 @@ def _made(topology: Topology, task: Task, *, without_content: bool = False) -> n
     return build_model(task, without_content=without_content)
 
 
-def _inputs(topology: Topology, task: Task, model: nn.Module) -> tuple[Any, ...]:
+def _batch(topology: Topology, task: Task) -> Batch:
     with user_code("reading samples of Task.train_data"):
-        batch = sample_batch(task.training(), SAMPLES, Finish(partial(batch_of, forward=task.forward)), topology.job.seed)
-    return batch.arguments(model)
+        return sample_batch(task.training(), SAMPLES, Finish(partial(batch_of, forward=task.forward)), topology.job.seed)
 
 
 def _traced(topology: Topology, data: str | None) -> tuple[LayerShape, ...]:
     """The layers of the task's model, which is made without content, so that it may be larger than this machine's memory; or in the
     ordinary way, if its code needs values."""
     task = _task_of(topology, data)
+    batch = _batch(topology, task)
+    layers = _layers(topology, task, batch)
+    last = replace(layers[-1], loss_numbers=numbers_of_loss(loss_on_grid(task.loss, topology), batch.target))
+    return (*layers[:-1], last) if len(last.outputs) == 1 else layers
+
+
+def _layers(topology: Topology, task: Task, batch: Batch) -> tuple[LayerShape, ...]:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of weights that are loaded into it, which does nothing
             empty = _made(topology, task, without_content=True)
-        return trace_layers(empty, _inputs(topology, task, empty), devices=("meta",))
+        return trace_layers(empty, batch.arguments(empty), devices=("meta",))
     except (TaskError, UsageError):
         model = _made(topology, task)
     try:
-        return trace_layers(model, _inputs(topology, task, model))
+        return trace_layers(model, batch.arguments(model))
     except UsageError as error:
         raise TaskError(f"the model of {topology.job.task} cannot be traced: {error}") from error

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.placed import Placed
-from zmqtrain.plan.price import Times, joined_units, returned
+from zmqtrain.plan.price import Times, joined_units, returned, told
 from zmqtrain.plan.problem import Options, Problem
 
 Array: TypeAlias = NDArray[np.float64]
@@ -72,9 +72,10 @@ def times_of(problem: Problem, index: int, state: State) -> Times:
     if state.joined and before is not None:
         joined = joined_units(problem.stage(before, state.placed), stage)
     first, last = before is None, graph.ends(index)
-    cost = problem.pricing.layer(stage, state.placed, problem.batch, first=first, last=last, joined=joined)
-    times = Times.of(problem, stage, state.placed, cost)
     main = problem.main or Grid(problem.processes, 1)  # at least
+    numbers = told(index, problem, stage, state.placed, main)
+    cost = problem.pricing.layer(stage, state.placed, problem.batch, first=first, last=last, joined=joined, told=numbers)
+    times = Times.of(problem, stage, state.placed, cost)
     back_s = sum(problem.link.seconds(each) for each in returned(problem, index, stage, state.placed, main))
     return replace(times, waits_s=times.waits_s + back_s)
 

@@ -59,6 +59,13 @@ class Parallel(Section):
         "loss, gradients, buffers, and the optimizer's step. A difference ends the run.",
     )
 
+    @property
+    def main_grid(self) -> str | None:
+        """The grid of the first layer that rows divide, whose columns say which samples each worker has; ``None`` if there is
+        none."""
+        divided = (each.grid for each in self.layers if each.choice != "batch" and rows_and_columns(each.grid)[0] > 1)
+        return next(divided, None)
+
     def sizes(self) -> set[int]:
         """The group sizes that the grids of the layers ask for."""
         return {rows * columns for rows, columns in (rows_and_columns(each.grid) for each in self.layers)}

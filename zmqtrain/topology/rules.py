@@ -287,6 +287,13 @@ def _grid(topology: Topology) -> Iterator[BrokenRule]:
             ("parallel", "layers"),
             ("compute", "group_size"),
         )
+    elif parallel.main_grid not in (None, compute.grid) and compute.rows > 1:
+        yield rule(
+            f"the first layer that is divided over rows is on grid {parallel.main_grid}, whose columns say which samples "
+            f'each worker has: set [compute] grid = "{parallel.main_grid}"',
+            ("parallel", "layers"),
+            ("compute", "grid"),
+        )
     for each in parallel.layers:
         if each.strips != "height" and each.choice != "domain":
             yield rule(f"layer {each.layer!r}: strips are for the choice domain: remove them", ("parallel", "layers"))

@@ -181,6 +181,13 @@ def share_of_model(model: nn.Module, group_batch: int, loss: Measure | None = No
     return DividedShare(model, group_batch, loss) if isinstance(model, ParallelModel) else Share()
 
 
+def numbers_of_loss(loss: Measure, target: Any) -> int:
+    """How many numbers of each sample the rows of a grid tell each other where this loss takes logits as they are divided; 0 if it
+    needs them whole. ``loss``: as `loss_on_grid` returns it."""
+    entropy = _cross_entropy(loss)
+    return 0 if entropy is None or not _are_classes(target) else 4 if entropy.label_smoothing else 3
+
+
 def loss_on_grid(loss: Measure, topology: Topology) -> Measure:
     """The loss as the workers of a grid compute it: one that returns (sum, weight), if it is torch's with class weights or an
     ``ignore_index``, and samples are divided. If they are not, logits may stay divided in it."""
