@@ -177,7 +177,7 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
             "[[parallel.layers]]\nlayer = '1'\nchoice = 'model'\ngrid = '4x1'\n",
             "parallel.layers",
             5,
-            'whose columns say which samples each worker has: set [compute] grid = "4x1"',
+            "is on grid 4x1, whose columns say which samples each worker has",
         ),
         (
             "[job]\n[compute]\ngroup_size = 4\ngrid = '4x1'\n"
