@@ -16,7 +16,7 @@ import numpy as np
 
 from zmqtrain.plan.layers import Stage
 from zmqtrain.plan.placed import Placed
-from zmqtrain.plan.price import changing_bytes, price, price_there
+from zmqtrain.plan.price import Known, changing_bytes, price, price_there
 from zmqtrain.plan.problem import Options, Problem
 from zmqtrain.plan.ways import Array, Indices, State, Ways, lower, spread, states_of, times_of, unbeaten, unfit
 
@@ -191,8 +191,10 @@ class _Price:
 def _improved(problem: Problem, options: Sequence[Options], placed: list[Placed], limit: float | None) -> list[Placed]:
     """The plan, and then the best among those that differ from it in one layer, until it is that itself."""
 
+    known: Known = {}
+
     def priced(plan: Sequence[Placed]) -> _Price:
-        found = price(problem, plan)
+        found = price(problem, plan, known)
         return _Price(found.step_s, found.memory.total if limit is not None else 0.0)
 
     best = priced(placed)

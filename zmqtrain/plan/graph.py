@@ -46,6 +46,16 @@ class Graph:
         """The stages with which a stage may be divided together, with itself; none if there are none."""
         return next((pair for pair in self.pairs if index in pair), ())
 
+    def near(self, index: int) -> tuple[int, ...]:
+        """The stages on whose placement depends what a stage sends, itself among them: what the output's way back costs, which
+        counts with the last stage, depends also on the main grid."""
+        before = self.before[index]
+        found = {index, *([] if before is None else [before])}
+        found.update(end for each in self.brought if each.charged == index for end in (each.source, each.target))
+        if index == self.output:
+            found.update(end for end in range(len(self.before)) if self.ends(end))
+        return tuple(sorted(found | {mate for each in found for mate in self.mates(each)}))
+
     @property
     def output(self) -> int:
         """The last stage whose output is the model's."""

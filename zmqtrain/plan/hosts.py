@@ -196,11 +196,10 @@ class Moved:
 
 @lru_cache(maxsize=4096)
 def _spread(hosts: Hosts, grid: Grid, members: Members) -> Spread:
-    columns = np.arange(grid.size).reshape(grid.columns, grid.rows)
-    groups = {"columns": columns, "rows": columns.T, "all": columns.reshape(1, -1)}[members]
     if hosts.per_host == 1:
-        return Spread.alone(groups.shape[1])
-    where = hosts.of(groups)
+        return Spread.alone({"columns": grid.rows, "rows": grid.columns, "all": grid.size}[members])
+    columns = np.arange(grid.size).reshape(grid.columns, grid.rows)
+    where = hosts.of({"columns": columns, "rows": columns.T, "all": columns.reshape(1, -1)}[members])
     every = where.size <= MOST_PROCESSES
     return Spread.of(where if every else where[(where == 0).any(1)], every=every)
 

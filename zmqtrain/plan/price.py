@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.plan.layers import Stage
@@ -171,18 +172,27 @@ def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerC
     return replace(cost, redistribute=there, redistribute_back=back)
 
 
-def price(problem: Problem, placed: Sequence[Placed]) -> PlanPrice:
-    """The price of these placements, in the order of the problem's layers, where their main grid has put processes on hosts."""
-    return price_there(problem.put_by(main_grid(placed)), placed)
+#: Costs of layers that are known, by the main grid, the layer, and how it and those near it are placed.
+Known: TypeAlias = dict[tuple[Grid, int, tuple[Placed, ...]], LayerCost]
 
 
-def price_there(problem: Problem, placed: Sequence[Placed]) -> PlanPrice:
+def price(problem: Problem, placed: Sequence[Placed], known: Known | None = None) -> PlanPrice:
+    """The price of these placements, in the order of the problem's layers, where their main grid has put processes on hosts.
+
+    ``known``: of the same problem, for many plans that differ in few layers; it is added to."""
+    return price_there(problem.put_by(main_grid(placed)), placed, known)
+
+
+def price_there(problem: Problem, placed: Sequence[Placed], known: Known | None = None) -> PlanPrice:
     """The same where processes are on hosts as the problem's pricing has them."""
-    layers = []
+    layers, main, known = [], main_grid(placed), {} if known is None else known
     every = [divided(problem, placed, index) for index in range(len(placed))]
     for index, (stage, how) in enumerate(zip(every, placed, strict=True)):
         forward_s, backward_s = problem.seconds(stage, how)
-        layers.append(LayerPrice(stage, how, layer_cost(problem, placed, index), forward_s, backward_s, problem.memory(stage, how)))
+        key = main, index, tuple(placed[each] for each in problem.graph.near(index))
+        if key not in known:
+            known[key] = layer_cost(problem, placed, index)
+        layers.append(LayerPrice(stage, how, known[key], forward_s, backward_s, problem.memory(stage, how)))
     seconds = problem.link.seconds
     compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
     waits_s = queue_s = 0.0  # in backward order: weight gradients queue for the network, and compute overlaps with it
