@@ -2,8 +2,8 @@
 
 Whole runs of the code that trains: gradients travel in buckets, are added up in the memory of hosts that have several processes,
 and between hosts by the exchange; the loss is a cross-entropy. ResNet-18, a perceptron of large layers and a network of
-convolutions with and without batch norm, on 2 and 4 hosts with 1, 2 and 4 processes each, by the planner's plan, simple ones, and
-ones whose layers are drawn at random, each on a grid of its own.
+convolutions with and without batch norm, on 2 and 4 hosts with 1, 2 and 4 processes each, by the planner's plan, simple ones,
+and ones whose layers are drawn at random, each on a grid of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from benchmarks.case import Case, case_of
 from benchmarks.parallel import plans
 from benchmarks.predicted import BANDWIDTH, FLOPS, LATENCY_S, SAMPLES
 from zmqtrain import Task, Topology
+from zmqtrain.errors import UsageError
 from zmqtrain.parallel.plan import LayerPlan, Plan
 from zmqtrain.plan.decided import with_plan
 from zmqtrain.plan.price import price
@@ -122,7 +123,10 @@ def compare(name: str, hosts: int, slots: int, *, drawn: int = DRAWN, seed: int 
 
 
 def _step_s(job: Topology) -> float:
-    median: float = zmqtrain.simulate(job).summary["step_s"]["median"]
+    found = zmqtrain.simulate(job)
+    if found.ending.error is not None:
+        raise UsageError(f"the run has failed: {found.ending.error['message']}")
+    median: float = found.summary["step_s"]["median"]
     return median
 
 

@@ -42,7 +42,6 @@ class Ours:
     """The number of the group's processes on each host."""
     main: Grid | None = None
     """The grid by whose rows processes are put on hosts (`zmqtrain.plan.hosts`); ``None``: for each layer its own."""
-
     bucket_bytes: int = 0
     """Weight gradients travel in buckets of about this size, in which small layers share messages, as a run's exchange has them. 0:
     each layer's by themselves, as those of `zmqtrain.parallelize` alone."""
