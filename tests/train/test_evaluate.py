@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from contextlib import nullcontext
@@ -145,6 +146,25 @@ async def test_a_model_is_kept_though_the_last_evaluation_fails_on_one_worker(ex
     model = network_of(torch.float64)
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert json.loads((tmp_path / "model.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+async def test_a_divided_model_is_kept_though_a_metric_fails_on_the_workers_that_compute_it(groups: int, tmp_path: Path) -> None:
+    shape = {"groups": groups, "group_size": 2, "grid": "2x1", "batch_size": 12}
+    topology = topology_of(job={"steps": 2}, compute=shape, exchange={"kind": "allreduce"})
+    async with asyncio.timeout(30):  # the other row used to wait for its sums
+        result = await run(topology, Recipe(metrics={"own": raises}), folder=tmp_path)
+    assert all("the metric 'own'(output, target) raised ValueError" in str(error) for error in result.errors.values())
+    assert sorted(result.errors) == [f"worker/{2 * group}" for group in range(groups)]
+    assert json.loads((tmp_path / "model.json").read_text())["step"] == 2
+
+
+async def test_a_grid_that_cannot_divide_the_samples_of_an_evaluation_is_refused_before_the_first_step() -> None:
+    shape = {"groups": 2, "group_size": 4, "grid": "2x2", "batch_size": 12}
+    result = await run(topology_of(job={"steps": 1}, compute=shape), Recipe(eval_data=data_of(3)))
+    refused = [error for error in result.errors.values() if isinstance(error, UsageError)]
+    assert "each group gets 1 sample of the task's eval_data, too few for the 2 columns of its grid" in str(refused[0])
+    assert not any(recorder.of("step") for recorder in result.recorders.values())
 
 
 @pytest.mark.parametrize("value", ["0.5", None, torch.zeros(2), torch.zeros(1, dtype=torch.complex64), [1.0]], ids=str)

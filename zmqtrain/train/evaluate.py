@@ -27,6 +27,7 @@ from zmqtrain.train.metrics import Metrics, Sums
 from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.step import Precision, autocast
 from zmqtrain.train.task import Task, user_code
+from zmqtrain.train.work import Outcome
 from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.words import counted
 
@@ -43,6 +44,8 @@ class EvaluationSettings:
     batch_size: int
     precision: Precision = "float32"
     channels_last: bool = False
+    groups: int = 1
+    """Compute groups that share the samples, at most."""
 
 
 class Evaluation:
@@ -56,16 +59,29 @@ class Evaluation:
         self._replica, self._device, self._settings = replica, device, settings
         self._recorder = recorder
         self._left_out: set[str] = set()
+        if isinstance(replica.model, ParallelModel):
+            self._require_enough(replica.model.grid.columns)
 
-    async def run(self, group: Group, tag: str) -> dict[str, float] | None:
+    def _require_enough(self, columns: int) -> None:
+        """Raise `UsageError`, before anything is trained, if a grid of so many columns cannot divide the samples."""
+        fewest = self._data.samples // self._settings.groups
+        if fewest < columns:
+            raise UsageError(
+                f"each group gets {counted(fewest, 'sample')} of the task's eval_data, too few for the {columns} columns "
+                "of its grid: provide more samples, or use a grid with fewer columns"
+            )
+
+    async def run(self, group: Group, tag: str) -> Outcome:
         """Evaluate the model. Every member of ``group`` calls it, with equal parameters; all get the same result, by metric.
 
         Statistics that layers keep (batch norm) differ between workers, so those of the group's first member are used.
 
+        If the task's data, model, loss or metric fails on this worker, the error is returned, and the other members get ``None``,
+        so that all can go on to what they do together after an evaluation.
+
         Raises:
-            TaskError, UsageError: the task's data, model, loss or metric failed on this worker. The other members get ``None``
-                then, so that they can go on to what they do together after an evaluation. (A divided model is computed together;
-                there the error is raised at once.)
+            TaskError, UsageError: the data or the forward of a divided model failed. The group's other workers, which compute it
+                together with this one, cannot go on.
         """
         model = self._replica.model
         alone = self._data.single(self._settings.batch_size)
@@ -74,7 +90,7 @@ class Evaluation:
         failure: TaskError | UsageError | None = None
         async with first_buffers(model, alike, tag):
             if isinstance(model, ParallelModel):
-                sums = await self._device.run(lambda: self._divided_sums(model, group))
+                sums, failure = await self._device.run(lambda: self._divided_sums(model, group))
             else:
                 try:
                     sums = await self._device.run(
@@ -85,7 +101,7 @@ class Evaluation:
         told = np.append(sums, float(failure is not None))  # and on how many members the evaluation failed
         await all_reduce(group, TensorPayload.of(told), (tag, "sums"))
         if failure is not None:
-            raise failure
+            return failure
         sums, failed = told[:-1], bool(told[-1])
         if failed:
             return None
@@ -107,16 +123,15 @@ class Evaluation:
                 self._metrics.add(sums, output, batch.target, batch.samples, alone=alone)
         return sums
 
-    def _divided_sums(self, model: ParallelModel, group: Group) -> Sums:
-        """The sums over the compute group's share, which all its workers compute together. In the compute thread."""
+    def _divided_sums(self, model: ParallelModel, group: Group) -> tuple[Sums, TaskError | UsageError | None]:
+        """The sums over the compute group's share, which all its workers compute together. In the compute thread.
+
+        Only some workers compute the loss and the metrics. Where one of these fails, its worker goes on to compute the model, as
+        the others do, and the error is returned."""
         size, columns = model.fabric.size, model.grid.columns
         start, stop = even_bounds(self._data.samples, group.size // size, group.rank // size)
-        if stop - start < columns:
-            raise UsageError(
-                f"each group gets {counted(stop - start, 'sample')} of the task's eval_data, too few for the {columns} columns "
-                "of its grid: provide more samples, or use a grid with fewer columns"
-            )
         share, sums = share_of_model(model, 0), self._metrics.zeros()
+        failure: TaskError | UsageError | None = None
         chunks = -(-(stop - start) // (columns * self._settings.batch_size))
         with self._evaluating():
             for first, last in bounds(stop - start, chunks):
@@ -124,9 +139,13 @@ class Evaluation:
                 own_first, own_last = model.samples(last - first)
                 ((batch, output),) = self._outputs(iter([self._data.batch(start + first + own_first, start + first + own_last)]))
                 batch = share.of_output(batch)
-                if share.counts and batch.samples:
-                    self._metrics.add(sums, output, batch.target, batch.samples)
-        return sums
+                if failure is None and share.counts and batch.samples:
+                    try:
+                        with _explaining_gradients():
+                            self._metrics.add(sums, output, batch.target, batch.samples)
+                    except (TaskError, UsageError) as error:
+                        failure, sums = error, self._metrics.zeros()
+        return sums, failure
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -134,15 +153,8 @@ class Evaluation:
         training = model.training
         model.eval()
         try:
-            with torch.no_grad(), autocast(self._device.torch_device, self._settings.precision):
+            with torch.no_grad(), autocast(self._device.torch_device, self._settings.precision), _explaining_gradients():
                 yield
-        except TaskError as error:
-            if isinstance(error.__cause__, RuntimeError) and "does not require grad" in str(error.__cause__):
-                raise TaskError(
-                    f"{error}. Evaluations compute without gradients; a model or a loss that needs them computes them within "
-                    "torch.enable_grad()"
-                ) from error.__cause__
-            raise
         finally:
             model.train(training)
 
@@ -152,6 +164,20 @@ class Evaluation:
             with user_code("the model's forward, in evaluation"):
                 output = here.output(self._replica.model)
             yield here, output
+
+
+@contextmanager
+def _explaining_gradients() -> Iterator[None]:
+    """Raises a `TaskError` that says how to compute gradients in an evaluation, for one that is about a lack of them."""
+    try:
+        yield
+    except TaskError as error:
+        if isinstance(error.__cause__, RuntimeError) and "does not require grad" in str(error.__cause__):
+            raise TaskError(
+                f"{error}. Evaluations compute without gradients; a model or a loss that needs them computes them within "
+                "torch.enable_grad()"
+            ) from error.__cause__
+        raise
 
 
 def same_position(model: ParallelModel, group: Group) -> Group:

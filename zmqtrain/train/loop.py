@@ -485,11 +485,19 @@ class TrainLoop:
         async with self._part.run_model(self._part.own, tag):
             return await self._evaluate(self._part.own, done, tag, still=True)
 
-    async def _evaluate(self, group: Group, step: int, tag: str, *, still: bool = False) -> dict[str, float] | None:
+    async def _evaluate(
+        self, group: Group, step: int, tag: str, *, still: bool = False, last: bool = False
+    ) -> dict[str, float] | None:
+        """``None``: it has failed on another worker, which says so; or here, where that does not end the run before its model is
+        kept (``last``)."""
         start = asyncio.get_running_loop().time()
         with self._recorder.span("evaluate", "compute", step=step):
             values = await self.work.evaluate(group, tag, still=still)
-        if values is None:  # it failed on another worker, which says so
+        if isinstance(values, TaskError | UsageError):
+            if not last:
+                raise values
+            self._failure = values
+        if not isinstance(values, dict):
             return None
         self._evaluated = (step, values)
         self.work.callbacks.eval(step, values)
@@ -548,13 +556,10 @@ class TrainLoop:
                 if self.exchange.synchronous and group.rank == 1 and self._part.spread > MOST_APART:
                     self._recorder.event("warning", step=self.step, text=_apart(self._part.spread))
             if self.work.evaluates:
-                try:
-                    # Groups that are not in step may have ended at different steps.
-                    values = await self._evaluate(group, self._ended_at or self.step, "last evaluate")
-                    if group.rank == 0:
-                        self._say_if_not_reached(values)
-                except (TaskError, UsageError) as error:
-                    self._failure = error  # the model has been trained, so it is kept before this ends the run
+                # Groups that are not in step may have ended at different steps.
+                values = await self._evaluate(group, self._ended_at or self.step, "last evaluate", last=True)
+                if group.rank == 0 and self._failure is None:
+                    self._say_if_not_reached(values)
             return await self._state(group, self._ended_at or self.step)
 
 

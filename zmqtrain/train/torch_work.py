@@ -71,7 +71,7 @@ from zmqtrain.train.task import Task, build_model, build_optimizer, check_layers
 from zmqtrain.train.unreached import what_blinds
 from zmqtrain.train.verifying import Ordinary, one_of_each, verify_task
 from zmqtrain.train.weighting import LOSSES_TRIED, WeightSums, taken_apart
-from zmqtrain.train.work import ModelState, StepResult
+from zmqtrain.train.work import ModelState, Outcome, StepResult
 from zmqtrain.wire.payload import Value
 
 _SUMMED = "the weights of its loss are summed over the workers that train in step"
@@ -136,7 +136,8 @@ class TorchWork:
         self._batches = make_batches(context, built.source, built.partition, self.shares, members, finish, thread)
         self._evaluation: Evaluation | None = None
         if task.eval_data is not None:
-            evaluation = EvaluationSettings(max(1, compute.batch_size // compute.columns), compute.precision, compute.channels_last)
+            at_once, groups = max(1, compute.batch_size // compute.columns), context.placement.groups
+            evaluation = EvaluationSettings(at_once, compute.precision, compute.channels_last, groups)
             if remote is None:
                 self._evaluation = Evaluation(task, self._replica, device, evaluation, context.recorder)
             else:
@@ -408,7 +409,7 @@ class TorchWork:
     async def quiet(self) -> None:
         await self._device.run(self._replica.take_all)
 
-    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float] | None:
+    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> Outcome:
         assert self._evaluation is not None
         await self.quiet()
         if self._remote is None or not still:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from zmqtrain.collectives.group import Group
+from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange, Replica
 from zmqtrain.net.endpoint import Endpoint
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 #: A model's state, by name.
 ModelState: TypeAlias = "Mapping[str, Tensor]"
+#: What came of an evaluation: its metrics; the error with which it failed here; or ``None``, if it failed on another member.
+Outcome: TypeAlias = "dict[str, float] | TaskError | UsageError | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +156,9 @@ class Work(Protocol):
     async def quiet(self) -> None:
         """Wait until nothing is being computed and the parameters of all buckets have arrived."""
 
-    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> dict[str, float] | None:
+    async def evaluate(self, group: Group, tag: str, *, still: bool = False) -> Outcome:
         """Evaluate together with the group's other members: each its own parameters, on a share of the data. ``still``: other
-        groups train in the meantime, but the FC server must not change. ``None``: it has failed on another member."""
+        groups train in the meantime, but the FC server must not change."""
         ...
 
     async def make_equal(self, group: Group, tag: str) -> float:
