@@ -250,6 +250,14 @@ def test_optimizers_that_look_at_whole_tensors_are_refused_by_name(make: Any, na
     run("mlp", "1x2", optimizer=make)  # where nothing is divided it is as good as any
 
 
+def test_rates_that_follow_from_sizes_are_refused_with_the_reason() -> None:
+    def by_width(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [each], "lr": 1 / each.shape[0]} for each in parameters])
+
+    with pytest.raises(DifferentModelError, match="rates that do not follow from the sizes of parameters"):
+        run("mlp", "2x1", optimizer=by_width)
+
+
 @pytest.mark.parametrize(
     "make",
     [torch.optim.Adagrad, torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Rprop,

@@ -53,6 +53,22 @@ async def test_a_buffer_of_the_workers_own_samples_is_warned_of(exchange: dict[s
     assert not warnings(await trained(lambda: Keeps("weights"), exchange))
 
 
+async def test_a_buffer_that_counts_the_workers_own_samples_is_warned_of() -> None:
+    class Counts(Keeps):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if self.training:
+                self.kept += (inputs > 0).sum(0)
+            return super().forward(inputs)
+
+    def model() -> nn.Module:
+        made = Counts()
+        made.kept = made.kept.long()
+        return made
+
+    (text,) = warnings(await trained(model))
+    assert "different values of the buffer 'kept'" in text
+
+
 async def test_asynchronous_groups_are_compared_within_each_group() -> None:
     servers = {"kind": "model_server", "staleness": "async"}
     assert not warnings(await trained(lambda: Keeps("samples"), servers))

@@ -142,6 +142,23 @@ def test_what_cannot_be_kept_or_would_differ_between_workers_is_refused_before_t
             check_layers(rescaled, topology)
 
 
+def test_gradients_scaled_by_counts_in_the_batch_are_refused_where_it_is_divided() -> None:
+    scaled = nn.Sequential(nn.EmbeddingBag(3, 2, scale_grad_by_freq=True))
+    for compute, exchange, whole in (
+        ({}, {}, True),
+        ({"groups": 2}, {"kind": "gossip"}, True),
+        ({"groups": 2}, {"kind": "model_server"}, True),
+        ({"group_size": 2, "grid": "2x1"}, {}, True),
+        ({"group_size": 2}, {}, False),
+        ({"groups": 2}, {"kind": "model_server", "staleness": "sync"}, False),
+        ({"groups": 2, "group_size": 2, "grid": "2x1"}, {"kind": "allreduce"}, False),
+        ({"accumulate": 2}, {}, False),
+    ):
+        topology = Topology.from_dict({"job": {}, "compute": compute, "exchange": exchange})
+        with nullcontext() if whole else pytest.raises(TaskError, match="the layer '0' has scale_grad_by_freq"):
+            check_layers(scaled, topology)
+
+
 class Remembering(nn.Linear):
     def get_extra_state(self) -> Any:
         return {"seen": 3}

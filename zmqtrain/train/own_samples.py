@@ -37,7 +37,8 @@ def require_unchanged(model: nn.Module, before: Mapping[str, int]) -> None:
         raise TaskError(
             f"the model's forward changes {_listed(changed)}, each worker's by its own samples, so workers would have different "
             "parameters. Set such values in Task.model(), which all workers call with the same seed, or let the optimizer change "
-            "them"
+            "them. What the forward computes of other weights (a teacher, an average) may be in buffers (register_buffer), which "
+            "are compared"
         )
 
 
@@ -80,7 +81,7 @@ def own_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: buffer
         for name, buffer in model.named_buffers()
-        if buffer.is_floating_point() and buffer.numel() and name.rpartition(".")[0] not in norms
+        if not buffer.is_complex() and buffer.numel() and name.rpartition(".")[0] not in norms
     }
 
 

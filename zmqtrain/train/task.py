@@ -36,6 +36,7 @@ from zmqtrain.train.callback import Callback
 from zmqtrain.train.checkpoint.folder import can_hold
 from zmqtrain.train.shadowed import OF_TASKS, beside_of, require_own, require_own_modules
 from zmqtrain.train.shared_storage import check_storage, storage_of
+from zmqtrain.train.shares import in_step
 from zmqtrain.words import typed
 
 #: Maps a batch's output and target to the mean over its samples, a tensor of one element.
@@ -231,7 +232,14 @@ def _check_state(model: nn.Module) -> None:
 
 def check_layers(model: nn.Module, topology: Topology) -> None:
     """Raise `TaskError` for layers that compute something else on several processes: a forward that changes parameters, each
-    worker's by its own samples, and statistics that are meant to be those of all samples."""
+    worker's by its own samples, and statistics and counts that are meant to be those of all samples."""
+    for name, module in model.named_modules() if _adds_up_gradients(topology) else ():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+            raise TaskError(
+                f"the layer {name!r} has scale_grad_by_freq = True: it divides gradients by how often an index is in the batch, "
+                "and each worker, or micro-batch, counts in its own samples only. Leave it out, or let each group be one worker "
+                "that takes its batch at once"
+            )
     if not shares_parameters(topology):
         return
     synced = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
@@ -248,6 +256,13 @@ def check_layers(model: nn.Module, topology: Topology) -> None:
                 "own samples use, so workers would have different ones. Leave max_norm out, and divide by the norm where the "
                 "weights are used"
             )
+
+
+def _adds_up_gradients(topology: Topology) -> bool:
+    """Whether a step's gradient is a sum over parts of its batch, each computed by itself."""
+    compute = topology.compute
+    workers = 1 if topology.divided else compute.group_size  # a divided model knows the whole batch
+    return workers * (compute.groups if in_step(topology) else 1) * compute.accumulate > 1
 
 
 def shares_parameters(topology: Topology) -> bool:

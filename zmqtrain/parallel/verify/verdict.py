@@ -211,8 +211,9 @@ def _error(case: Case, fabric: Fabric, worst: Difference, found: Found, watch: W
         kind = _optimizer_name(case)
         return DifferentModelError(
             f"the optimizer {kind} updates parts of a parameter other than the whole ({worst.name}: {_by(worst)}), and this "
-            "model's parameters are divided: use one that treats each element by itself, such as SGD, Adam or AdamW, or leave "
-            'layers whole ([parallel] whole = ["NAME"])',
+            "model's parameters are divided: use one that treats each element by itself, such as SGD, Adam or AdamW, with groups "
+            "and rates that do not follow from the sizes of parameters (a worker has parts of them), or leave layers whole "
+            '([parallel] whole = ["NAME"])',
             module=worst.name.rpartition(".")[0], parameter=worst.name,
         )  # fmt: skip
     if worst.what == "loss":
