@@ -85,8 +85,9 @@ class Counted(nn.Sequential):
         return super().forward(inputs)
 
 
-async def test_a_run_warns_with_its_first_checkpoint(tmp_path: Path) -> None:
-    shape = {"groups": 1, "group_size": 2, "batch_size": 12}
+@pytest.mark.parametrize("grid", ["1x2", "2x1"])
+async def test_a_run_warns_with_its_first_checkpoint(grid: str, tmp_path: Path) -> None:
+    shape = {"groups": 1, "group_size": 2, "batch_size": 12, "grid": grid}
     topology = topology_of(job={"steps": 4, "checkpoint_every": 2}, compute=shape)
     result = await run(topology, Recipe(model=Counted), folder=tmp_path)
     assert not result.errors

@@ -143,7 +143,9 @@ class TorchWork:
             else:
                 self._evaluation = remote.make_evaluation(task, self._replica, device, evaluation)
         self._update_s = 0.0
-        self._forgotten: Forgotten | None = Forgotten(self._replica.model, self._replica.optimizer)  # until the first checkpoint
+        model = self._replica.model
+        own = model.inner if isinstance(model, ParallelModel) else model
+        self._forgotten: Forgotten | None = Forgotten(own, self._replica.optimizer)  # until the first checkpoint
         self._state_unseen = bool(context.topology.job.checkpoint_every) and not is_torchs_own(self._replica.optimizer)
         self._members = members
         self._ordinary = built.ordinary

@@ -223,6 +223,11 @@ class ParallelModel(nn.Module):
             found[layer] = part * columns
         return found
 
+    @property
+    def inner(self) -> nn.Module:
+        """The model that was divided: its own modules, which hold this process's parts."""
+        return self._inner[0]
+
     def train(self, mode: bool = True) -> ParallelModel:
         super().train(mode)
         self._inner[0].train(mode)

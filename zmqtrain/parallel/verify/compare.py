@@ -58,7 +58,7 @@ class _Comparison:
     def run(self) -> Found:
         case, phase = self._case, self._case.phase
         divided = case.divide()
-        without_own_dropout(divided._inner[0])
+        without_own_dropout(divided.inner)
         needs = Needs.of_model(divided)
         before: dict[str, Tensor] = {}
 

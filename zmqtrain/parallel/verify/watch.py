@@ -38,7 +38,7 @@ class Watch:
     def over(self, model: nn.Module, phase: str) -> Iterator[None]:
         """Watch a forward of it."""
         calls: Counter[str] = Counter()
-        inner = model._inner[0] if isinstance(model, ParallelModel) else model
+        inner = model.inner if isinstance(model, ParallelModel) else model
         handles: list[RemovableHandle] = []
         for name, module in inner.named_modules():
 
