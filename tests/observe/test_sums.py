@@ -12,9 +12,9 @@ import pytest
 from zmqtrain.observe.live import TableRows
 from zmqtrain.observe.report.figures import MOST_POINTS, figures_of
 from zmqtrain.observe.spread import LINE_PRECISION
-from zmqtrain.observe.strict_json import dumps
 from zmqtrain.observe.summary import Summary
 from zmqtrain.observe.sums import FIRST, SLOWEST, SUMS, EventSums
+from zmqtrain.strict_json import dumps
 
 Line = dict[str, Any]
 

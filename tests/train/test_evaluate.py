@@ -159,6 +159,13 @@ async def test_a_divided_model_is_kept_though_a_metric_fails_on_the_workers_that
     assert json.loads((tmp_path / "model.json").read_text())["step"] == 2
 
 
+async def test_a_metric_that_is_nan_is_a_string_in_the_models_description(tmp_path: Path) -> None:
+    metrics = {"own": lambda output, target: output.sum() * math.nan}
+    result = await run(topology_of(job={"steps": 1}, compute={"batch_size": 12}), Recipe(metrics=metrics), folder=tmp_path)
+    assert not result.errors
+    assert json.loads((tmp_path / "model.json").read_text())["metrics"]["eval_own"] == "NaN"
+
+
 async def test_a_grid_that_cannot_divide_the_samples_of_an_evaluation_is_refused_before_the_first_step() -> None:
     shape = {"groups": 2, "group_size": 4, "grid": "2x2", "batch_size": 12}
     result = await run(topology_of(job={"steps": 1}, compute=shape), Recipe(eval_data=data_of(3)))

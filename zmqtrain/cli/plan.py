@@ -11,7 +11,6 @@ from zmqtrain.charts import draw
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.plan_tables import Tables
 from zmqtrain.errors import UsageError
-from zmqtrain.observe.strict_json import dumps
 from zmqtrain.plan.bars import panels
 from zmqtrain.plan.compressed import compressed, compressed_rows, in_words
 from zmqtrain.plan.decided import read_plan, with_plan
@@ -23,6 +22,7 @@ from zmqtrain.plan.problem import Problem, main_grid, placed_of
 from zmqtrain.plan.rows import efficiency_rows, layer_rows, link_row, sweep_row, total_rows
 from zmqtrain.plan.setup import Source, link_source, problem_of, source_of
 from zmqtrain.plan.sweep import powers_up_to, sweep
+from zmqtrain.strict_json import dumps
 from zmqtrain.topology.schema import Topology
 
 

@@ -15,8 +15,8 @@ from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.overrides import load_with
 from zmqtrain.cli.profile_tables import print_links, print_profile, rows
 from zmqtrain.errors import UsageError
-from zmqtrain.observe.strict_json import dumps
 from zmqtrain.processors import processors
+from zmqtrain.strict_json import dumps
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.data_path import data_path_of
 

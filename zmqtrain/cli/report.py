@@ -11,7 +11,7 @@ from zmqtrain.errors import UsageError
 from zmqtrain.observe.report.page import page
 from zmqtrain.observe.report.read import read_run
 from zmqtrain.observe.run_directory import find_run, training_of
-from zmqtrain.observe.strict_json import dumps
+from zmqtrain.strict_json import dumps
 from zmqtrain.topology.rounded import rounded_size
 
 

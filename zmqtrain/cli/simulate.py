@@ -19,7 +19,6 @@ from zmqtrain.membership.description import RunDescription
 from zmqtrain.observe.live import make_view
 from zmqtrain.observe.run_directory import RunDirectory
 from zmqtrain.observe.sinks.fan_out import FanOut
-from zmqtrain.observe.strict_json import dumps
 from zmqtrain.plan.decided import decided
 from zmqtrain.processors import processors
 from zmqtrain.run.ending import Ending
@@ -28,6 +27,7 @@ from zmqtrain.run.record import RunRecord
 from zmqtrain.run.report import report_of
 from zmqtrain.simulate.explore import FaultSource, Trial, explore, faults_for, horizon_of
 from zmqtrain.simulate.run import Options, resolved, simulate
+from zmqtrain.strict_json import dumps
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.plan import NOMINAL_FLOPS

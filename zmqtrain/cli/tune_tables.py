@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.status import Status
 
 from zmqtrain.cli.table import table_of
-from zmqtrain.observe.strict_json import dumps
+from zmqtrain.strict_json import dumps
 from zmqtrain.topology.rounded import rounded_time
 from zmqtrain.topology.schema import Topology
 from zmqtrain.tune.space import Space

@@ -14,10 +14,10 @@ from rich.table import Table
 
 from zmqtrain.observe.progress import Progress
 from zmqtrain.observe.slowness import SlowNow
-from zmqtrain.observe.strict_json import dumps
 from zmqtrain.observe.summary import Summary, metrics_of
 from zmqtrain.observe.sums import SUMS, fields_of, mean_staleness
 from zmqtrain.observe.terminal import progress_line
+from zmqtrain.strict_json import dumps
 from zmqtrain.topology.rounded import rounded_duration, rounded_time
 from zmqtrain.words import counted
 

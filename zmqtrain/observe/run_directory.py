@@ -15,8 +15,8 @@ from typing import Any
 from zmqtrain.durable import replace_file
 from zmqtrain.errors import RunDirectoryError, UsageError
 from zmqtrain.observe.append_file import AppendFile
-from zmqtrain.observe.strict_json import dumps
 from zmqtrain.observe.trace import Trace
+from zmqtrain.strict_json import dumps
 
 #: The kind of the first line of ``events.jsonl``, and the version of those after it. It grows when the meaning of a line changes,
 #: but not when kinds or values are added.

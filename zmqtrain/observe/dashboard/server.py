@@ -22,7 +22,7 @@ from zmqtrain.errors import ZmqTrainError
 from zmqtrain.observe.dashboard.control import Control
 from zmqtrain.observe.dashboard.follow import Followed, listed, seen
 from zmqtrain.observe.run_directory import runs_of
-from zmqtrain.observe.strict_json import dumps
+from zmqtrain.strict_json import dumps
 
 #: Seconds between two reads of a run that is being watched.
 LOOK_S = 1.0

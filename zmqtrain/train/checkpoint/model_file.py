@@ -21,6 +21,7 @@ from zmqtrain.durable import replace_file
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.checkpoint_part import ALONE, ALONE_WRITTEN, unpack_manifest
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.strict_json import dumps
 from zmqtrain.train.checkpoint.folder import MODEL, PartWriter
 from zmqtrain.waiting import settle
 from zmqtrain.wire.payload import Payload, Value
@@ -122,7 +123,7 @@ class ModelFile:
 
 def write_about(folder: Path, about: Mapping[str, Any]) -> None:
     """Write the description of the model in ``folder``."""
-    replace_file(folder / ABOUT, json.dumps(dict(about), indent=2) + "\n")
+    replace_file(folder / ABOUT, dumps(dict(about), indent=2) + "\n")
 
 
 def model_lines(folder: Path, steps: int) -> list[str]:
