@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from tests.train.world import Recipe, data_of, network_of, run, topology_of
 from zmqtrain.errors import TaskError, UsageError
@@ -166,11 +167,24 @@ async def test_a_metric_that_is_nan_is_a_string_in_the_models_description(tmp_pa
     assert json.loads((tmp_path / "model.json").read_text())["metrics"]["eval_own"] == "NaN"
 
 
-async def test_a_grid_that_cannot_divide_the_samples_of_an_evaluation_is_refused_before_the_first_step() -> None:
+class Stream(IterableDataset[tuple[torch.Tensor, ...]]):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        return iter(data_of(31))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (data_of(3), "each group gets 1 sample of the task's eval_data, too few for the 2 columns of its grid"),
+        (Stream(), "Task.eval_data is a stream, and the workers of a grid cannot tell beforehand who has which"),
+    ],
+    ids=["few", "stream"],
+)
+async def test_what_a_grid_cannot_divide_in_an_evaluation_is_refused_before_the_first_step(data: Any, said: str) -> None:
     shape = {"groups": 2, "group_size": 4, "grid": "2x2", "batch_size": 12}
-    result = await run(topology_of(job={"steps": 1}, compute=shape), Recipe(eval_data=data_of(3)))
+    result = await run(topology_of(job={"steps": 1}, compute=shape), Recipe(eval_data=data))
     refused = [error for error in result.errors.values() if isinstance(error, UsageError)]
-    assert "each group gets 1 sample of the task's eval_data, too few for the 2 columns of its grid" in str(refused[0])
+    assert said in str(refused[0])
     assert not any(recorder.of("step") for recorder in result.recorders.values())
 
 

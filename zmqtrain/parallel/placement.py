@@ -85,7 +85,10 @@ class Placement:
         if self.samples == "all":
             raise UsageError("an activation whose samples are divided over all processes cannot be divided over rows as well")
         if self.divided == self.sample_dimension:
-            raise UsageError(f"dimension {self.divided} has the samples, which columns divide and rows do not")
+            raise UsageError(
+                f"dimension {self.divided} has the samples, which columns divide and rows do not: they must be the first "
+                "dimension of all that a divided model is given"
+            )
         if self.across is None:
             check_divisions(self.divisions, self.grid.rows)
             return

@@ -64,6 +64,11 @@ class Evaluation:
 
     def _require_enough(self, columns: int) -> None:
         """Raise `UsageError`, before anything is trained, if a grid of so many columns cannot divide the samples."""
+        if self._data.stream:
+            raise UsageError(
+                "Task.eval_data is a stream, and the workers of a grid cannot tell beforehand who has which of its samples: give a "
+                "dataset with a length, such as a list of the samples"
+            )
         fewest = self._data.samples // self._settings.groups
         if fewest < columns:
             raise UsageError(

@@ -37,6 +37,11 @@ class EvaluationData:
         self._given: int | None = None  # samples of the stream, the first time
 
     @property
+    def stream(self) -> bool:
+        """Whether the number of samples is not known."""
+        return self._source.stream
+
+    @property
     def samples(self) -> int:
         """The number of samples. Raises `UsageError` for a stream."""
         return self._source.samples if self._source.stream else len(self._order)

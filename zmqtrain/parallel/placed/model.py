@@ -343,8 +343,9 @@ class ParallelModel(nn.Module):
             return self.same(value)
         if value.shape[0] != stop - start:
             raise UsageError(
-                f"rank {self.fabric.rank} was given {value.shape[0]} samples; of a batch of {self.batch.size} its column has "
-                f"{stop - start}; give a tensor without samples by same() of the divided model"
+                f"rank {self.fabric.rank} was given a tensor of shape {tuple(value.shape)}; of a batch of {self.batch.size} its "
+                f"column has {stop - start} samples, and they must be the first dimension of all that a divided model is given: "
+                "give a tensor without samples by same() of the divided model (a task does so in Task.forward)"
             )
         return from_local(value, laid(self.grid), (self.batch.size, *value.shape[1:]), self._world)
 
