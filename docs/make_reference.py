@@ -348,7 +348,8 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "built": ("The model is made", "`seconds`"),
     "start": (
         "A worker is ready for its first step",
-        "`steps`, `restored`, `parameters`, `buckets`, `device`, `samples`, `steps_per_epoch`, `data` (what is promised of them)",
+        "`steps`, `due` (the samples until the end, where workers divide those of lost ones; otherwise null), `restored`, "
+        "`parameters`, `buckets`, `device`, `samples`, `steps_per_epoch`, `data` (what is promised of them)",
     ),
     "step": (
         "A worker has made a step",

@@ -86,6 +86,7 @@ def test_the_last_step_takes_what_is_left(total: int, end: int, last: int) -> No
     division.total = total if total > 12 else 12
     assert division.end == end
     assert division.size(end - 1) == last
+    assert [division.due(step) for step in (0, 3)] == [sum(division.size(step) for step in range(since, end)) for since in (0, 3)]
 
 
 def test_one_that_comes_after_the_end_adds_no_step() -> None:

@@ -170,6 +170,19 @@ def test_what_a_checkpoint_counts_whose_workers_have_reported_nothing(begins: in
     assert account.before(12, topology) == 10 * (kept + 4)
 
 
+def test_samples_that_are_left_for_a_smaller_last_step_are_all_there_are() -> None:
+    """A run that was resumed in the middle of an epoch, with all workers, after some of them had been lost."""
+    topology = Topology.from_dict({"job": {"elastic": True, "epochs": 2}, "compute": {"groups": 3, "batch_size": 8}})
+    topology = Topology.from_dict({**topology.to_dict(), "exchange": {"kind": "allreduce"}})
+    account = SampleAccount()
+    for rank in range(3):
+        account.add(f"worker/{rank}", {"kind": "start", "step": 7, "values": {"steps": 9, "due": 32}})
+    for step, samples in ((7, 8), (8, 3)):
+        account.add("worker/0", {"kind": "step", "step": step, "values": {"samples": samples}})
+    account.add("worker/0", {"kind": "counted", "step": 8, "values": {"samples": 8}})
+    assert account.to_dict(topology, done=True) == {"due": 32, "counted": 32, "repeated": 0, "lost": 0, "why": None}
+
+
 def test_the_line_says_what_counts_and_why_the_rest_does_not() -> None:
     account = {"due": 96000, "counted": 49152, "repeated": 0, "lost": 46848, "why": "the run ended before"}
     assert account_lines(account) == ["49,152 of 96,000 samples count in the model; the rest do not: the run ended before"]

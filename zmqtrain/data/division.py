@@ -140,6 +140,13 @@ class Division:
         owed = length_of(era.left)
         return cut_of(era.left, taken, owed), era.first + max(0, taken - owed)
 
+    def due(self, step: int) -> int | None:
+        """The number of samples that are trained from ``step`` to the end; ``None`` if no number of samples ends training."""
+        if self.total is None:
+            return None
+        left, first = self.rest(step)
+        return length_of(left) + max(0, self.total - first)
+
     def change(self, since: int, members: Sequence[Life], complete: int) -> None:
         """These are the members from ``since`` on, which is not before the last change. ``complete``: the newest step that counts
         with the gradients of all who trained it; later ones count without those who are gone now."""

@@ -31,6 +31,7 @@ class SampleAccount:
     def _begin_attempt(self) -> None:
         self._first: int | None = None
         self._planned: int | None = None
+        self._due: int | None = None  # samples until the end of a run whose workers divide what lost ones have left
         self._steps = 0
         self._trained = 0
         self._views: dict[int, tuple[int, tuple[str, ...]]] = {}  # version -> its first step, and the members
@@ -78,6 +79,8 @@ class SampleAccount:
             self._first = step
             if isinstance(values.get("steps"), int):
                 self._planned = int(values["steps"])
+            if isinstance(values.get("due"), int):
+                self._due = int(values["due"])
         if isinstance(data := values.get("data"), Mapping) and data.get("source") != "dataset":
             self._known = False
 
@@ -110,6 +113,7 @@ class SampleAccount:
             # Steps after the last exchange are not applied.
             if whole or topology.job.on_resize == "keep":
                 due = max(0, until - until % every - self._first) * groups * batch
+                due = due if self._due is None else min(due, self._due)  # the last step may be a smaller one
             else:
                 due = sum(usual.values())
             counted = min(due, sum(self._counted.get(step, size) for step, size in usual.items()))

@@ -120,7 +120,8 @@ class TrainLoop:
             end = work.end(job.epochs or 1)
             if members.division.steps is None and job.until is None and end is not None:
                 members.division.total = end * members.division.batch
-        self._recorder.event("start", step=first, steps=self._steps(), restored=restored is not None, **work.describe())
+        due = None if members.division is None else members.division.due(first)
+        self._recorder.event("start", step=first, steps=self._steps(), due=due, restored=restored is not None, **work.describe())
         announce(self._context, work.shares, first)
         elastic = self._part.served_elastically
         known = job.steps is not None or not (elastic or members.divides)  # otherwise losses may make it later
