@@ -96,6 +96,13 @@ def attention(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return found[0]
 
 
+def orthogonal(x: Tensor, weight: Tensor) -> Tensor:
+    """What `torch.nn.utils.parametrizations.orthogonal` makes of a weight that is not square."""
+    lower = weight.tril(-1)
+    product = torch.linalg.householder_product(lower, 2 / (1 + lower.square().sum(0)))
+    return functional.linear(x, torch.eye(8, dtype=x.dtype).flip(0) @ product)
+
+
 #: Name -> (what is computed, of what). On all grids.
 CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "linear": (functional.linear, [Given(SEQUENCE), WEIGHT, BIAS]),
@@ -161,6 +168,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "two placements": (lambda x, y: x * y, [Given(SEQUENCE, 0, None, "all"), Given(SEQUENCE, 0, 1)]),
     "prelu": (functional.prelu, [*BY_TIME, numbers(6)]),
     "weight norm": (lambda x, v, g: functional.linear(x, torch._weight_norm(v, g, 0)), [Given(SEQUENCE), WEIGHT, numbers(8, 1)]),
+    "orthogonal weight": (orthogonal, [*BY_FEATURES, WEIGHT]),
     "a weight used twice": (lambda x, w: functional.linear(functional.linear(x, w), w.t()) + w.sum(), [Given(SEQUENCE), WEIGHT]),
     "roll": (lambda x: x.roll(2, 1), BY_TIME),
     "cumulative sum": (lambda x: x.cumsum(1), BY_TIME),

@@ -177,3 +177,15 @@ def convolution_backward(world: World, func: Any, args: Sequence[Any], kwargs: M
         None if each is None else Placed(each, place, shape, world)
         for each, place, shape in zip(found, places, shapes, strict=True)
     )
+
+
+@function(torch.linalg.householder_product)
+def householder_product(input: Tensor, tau: Tensor, *, out: Tensor | None = None) -> Any:
+    """`torch.linalg.householder_product`, by all processes alike, and so is its backward: that changes views in place, which
+    what is divided, or has summands, does not allow. (`torch.nn.utils.parametrizations.orthogonal` computes it.)"""
+    placed = next((each for each in (input, tau) if isinstance(each, Placed)), None)
+    if placed is None or out is not None:
+        return NotImplemented
+    world, whole = placed.world, placed.world.whole_of(placed.placement.grid)
+    found = torch.linalg.householder_product(to_local(input, whole, world), to_local(tau, whole, world))
+    return from_local(found, whole, found.shape, world)
