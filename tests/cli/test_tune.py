@@ -255,6 +255,9 @@ def test_bad_input(file: Path, tmp_path: Path) -> None:
         run_tune(file, How(simulate=True), settings=["job.args={ count = 0 }"])
     with pytest.raises(UsageError, match=r"computes no losses, which a search needs"):
         run_tune(file, How(simulate=True), settings=["simulation.payload=phantom"])
+    for grid in ("4x1", "auto"):
+        with pytest.raises(UsageError, match=rf"\[compute\] grid = '{grid}' divides the model .*: remove the grid"):
+            run_tune(file, How(simulate=True), settings=["compute.groups=1", "compute.group_size=4", f'compute.grid="{grid}"'])
     with pytest.raises(UsageError, match=r"this folder contains no search"):
         run_tune(file, How(simulate=True, resume=tmp_path))
     steps = tmp_path / "steps.toml"

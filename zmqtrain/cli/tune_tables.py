@@ -94,8 +94,8 @@ class Shown:
             )
         self._console.print(table)
         for row in rows:
-            if row["around_s"] > row["search_s"] / 2:
-                spent = f"{rounded_time(row['around_s'])} of the {rounded_time(row['search_s'])} searched"
+            if row["around_s"] > row["seconds"] / 3:
+                spent = f"{rounded_time(row['around_s'])} of the {rounded_time(row['seconds'])} in all"
                 self._print(f"{row['strategy']}: {spent} went into starting and ending runs, which matters less for longer jobs")
 
     def curves(self, rows: Sequence[dict[str, Any]]) -> None:

@@ -222,11 +222,17 @@ def again(folder: Path) -> str:
 
 
 def require_trials(file: Path, topology: Topology) -> None:
-    """Raises `UsageError` if trials would compute nothing, if the task cannot be found, or if workers cannot be placed."""
+    """Raises `UsageError` if trials would compute nothing or divide the model, if the task cannot be found, or if workers cannot be
+    placed."""
     if not topology.trains:
         raise UsageError(
             f'{file}: [compute] device = "modelled" computes no losses, which a search needs: '
             'set [simulation] payload = "real" to train in the time that the profile gives'
+        )
+    if topology.compute.rows > 1 or topology.compute.grid == "auto":
+        raise UsageError(
+            f"{file}: [compute] grid = {topology.compute.grid!r} divides the model over the workers of a group, and a search tries "
+            "groups of workers that each compute the whole model: remove the grid, or launch without a search"
         )
     assert topology.job.task is not None
     find_task(topology.job.task, (".", *topology.job.python_path))
@@ -260,7 +266,7 @@ def summary_row(name: str, machine: Machine, done: Done) -> dict[str, Any]:
         "updates": sum(outcome.updates for trial, outcome in machine.trials if trial.kind == "train"),
         "search_s": machine.search_s,
         "search_share": machine.share,
-        "around_s": sum(outcome.around_s for trial, outcome in machine.trials if trial.kind == "probe"),
+        "around_s": sum(outcome.around_s for _, outcome in machine.trials),
         "trials": len(machine.trials),
         "loss": None if last is None or last.diverged else last.loss,
         "groups": None if setting is None else setting.groups,

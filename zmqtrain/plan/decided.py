@@ -29,7 +29,7 @@ def read_plan(file: Path, option: str) -> Plan:
         raise UsageError(f"{option} {file} cannot be read as a plan: {error}") from error
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise UsageError(
-            f'{option} {file}: this is not a plan, which is a list of {{"layer": NAME, "choice": CHOICE, "grid": "PRxPC"}}}}'
+            f'{option} {file}: this is not a plan, which is a list of {{"layer": NAME, "choice": CHOICE, "grid": "PRxPC"}}'
         )
     return Plan.read(values)
 
