@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+from zmqtrain.parallel import turns
 from zmqtrain.parallel.communicator import Fabric, Label
-from zmqtrain.parallel.turns import drawing, generator_state, turn
+from zmqtrain.parallel.turns import drawing, generator_state, generators_kept, turn
 from zmqtrain.testing.threads import run_ranks
 
 
@@ -59,3 +64,41 @@ def test_nothing_is_collected_while_the_generator_is_read(collects: bool, monkey
         assert (seen, gc.isenabled()) == ([False], collects)
     finally:
         gc.enable()
+
+
+def test_nothing_is_collected_while_one_of_two_threads_still_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one, which has read, allows it for both."""
+    states, seen = torch.get_rng_state(), []
+    second = threading.Thread(target=generator_state)
+
+    def read() -> torch.Tensor:
+        if threading.current_thread() is not second:
+            second.start()
+            second.join(0.05)  # by then it would have ended if it did not wait for this one
+        seen.append(gc.isenabled())
+        return states
+
+    monkeypatch.setattr(torch, "get_rng_state", read)
+    generator_state()
+    second.join()
+    assert seen == [False, False]
+    assert gc.isenabled()
+
+
+def test_generators_go_on_as_before_and_a_forked_process_may_read_them() -> None:
+    before = generator_state()
+    with generators_kept():
+        torch.rand(3)
+        assert not torch.equal(generator_state(), before)
+    assert torch.equal(generator_state(), before)
+    child = os.fork()
+    if not child:
+        os._exit(not torch.equal(generator_state(), before))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_package_reads_generators_in_one_place() -> None:
+    """Where garbage was collected meanwhile, whole runs stood still."""
+    package = Path(turns.__file__).parents[1]
+    reads = re.compile(r"\b(fork_rng|get_rng_state|default_generators?(\[.*\])?\.get_state)\(")
+    assert [file.name for file in sorted(package.rglob("*.py")) if reads.search(file.read_text())] == ["turns.py"]

@@ -10,15 +10,21 @@ Torch is imported when a turn is used: simulations of modelled devices hand over
 from __future__ import annotations
 
 import gc
+import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _LOCK = threading.Lock()
+#: One thread at a time keeps garbage from being collected: another one that reads a generator would allow it again too early. No
+#: process is forked meanwhile, since it would have the lock for ever, and never collect.
+_READING = threading.Lock()
+os.register_at_fork(before=_READING.acquire, after_in_parent=_READING.release, after_in_child=_READING.release)
 
 
 class _Thread(threading.local):
@@ -31,22 +37,44 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-def generator_state() -> Tensor:
+def generator_state(device: torch.device | int | None = None) -> Tensor:
     """`torch.get_rng_state`, which may be called beside other threads that use the generator.
 
-    Torch holds the generator's lock while it makes the tensor's Python object. If that collects garbage, tensors that are freed
-    hand over the GIL, and a thread that then waits for the lock, as in ``torch.manual_seed``, waits with the GIL for ever. So
-    nothing is collected meanwhile.
+    Torch holds the generator's lock while it makes the tensor's Python object. If that collects garbage, whatever then runs Python
+    (tensors that are freed, a callback of `gc`) may hand over the GIL, and a thread that then waits for the lock, as in
+    ``torch.manual_seed``, waits with the GIL for ever. So nothing is collected meanwhile.
+
+    Args:
+        device: a CUDA device, whose generator it is; ``None``: the processor's.
     """
     import torch
 
-    collects = gc.isenabled()
-    gc.disable()
+    with _READING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return torch.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
+        finally:
+            if collects:
+                gc.enable()
+
+
+@contextmanager
+def generators_kept(devices: Iterable[torch.device | int] = ()) -> Iterator[None]:
+    """Afterwards torch's generators are as they were: `torch.random.fork_rng`, beside other threads (`generator_state`).
+
+    Args:
+        devices: the CUDA devices whose generators are kept, besides the processor's.
+    """
+    import torch
+
+    before, on_devices = generator_state(), {device: generator_state(device) for device in devices}
     try:
-        return torch.get_rng_state()
+        yield
     finally:
-        if collects:
-            gc.enable()
+        torch.set_rng_state(before)
+        for device, state in on_devices.items():
+            torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager
@@ -70,7 +98,7 @@ def drawing(seed: int, devices: list[int]) -> Iterator[None]:
 
     from zmqtrain.data.seeding import seed_torch
 
-    with turn(), torch.random.fork_rng(devices=devices, enabled=bool(devices)):
+    with turn(), generators_kept(devices) if devices else nullcontext():
         before = generator_state()
         if not _THREAD.drawing:
             _THREAD.outside = before

@@ -27,6 +27,7 @@ from zmqtrain.data.batch import TARGETS, Batch
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.data.nested import leaves, mapped, rows
 from zmqtrain.errors import TaskError
+from zmqtrain.parallel.turns import generators_kept
 from zmqtrain.train.loss_graph import leaves_of, nodes_of, not_a_mean
 from zmqtrain.train.loss_sums import summed
 from zmqtrain.train.loss_trial import Constants, constants_of
@@ -197,7 +198,7 @@ def require_mean_of_model(loss: Callable[[Any, Any], Any], batch: Batch, model: 
 
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=_cuda(model)):
+        with torch.no_grad(), generators_kept(_cuda(model)):
             first, second = (of(batch.part(which), _apart(loss)) for which in (slice(0, half), slice(half, batch.samples)))
             copied = _apart(loss)
             found = Halves(batch.samples, half, of(batch, copied), first, second, of(batch, copied))
@@ -321,7 +322,7 @@ def tried_on_halves(
         yield rows(target, which, samples, fields=True)
 
     def tried(convert: Callable[[Any], Any], *, rounded: bool) -> Halves | None:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
+        with torch.no_grad(), generators_kept([device] if device.type == "cuda" else ()):
             try:
                 copied, converted = _apart(measure), (convert(output), convert(target))
                 # What counts its calls is in the same state for each, and in another one for the last.

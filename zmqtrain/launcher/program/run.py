@@ -37,6 +37,7 @@ from zmqtrain.observe.live import as_one
 from zmqtrain.observe.run_directory import SCHEMA, next_folder
 from zmqtrain.observe.sums import SUMS
 from zmqtrain.observe.tail import Tail
+from zmqtrain.parallel.turns import generators_kept
 from zmqtrain.svg import Picture
 from zmqtrain.topology.find_task import find_task
 from zmqtrain.topology.target import ProgramJob, Target, job_of
@@ -274,7 +275,7 @@ class LaunchedRun:
         if job.task is None:
             raise UsageError(f"the run {self.folder} has no task that could make its model")
         data = data_path_of(self._data, self.topology)
-        with torch.random.fork_rng(devices=[]):  # the program's own random numbers go on as if nothing had been made
+        with generators_kept():  # the program's own random numbers go on as if nothing had been made
             torch.manual_seed(job.seed)
             if self._function is not None:
                 task = task_of(self._function, job.task, job.args, data)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zmqtrain.data.batch import Batch
 from zmqtrain.errors import UsageError
 from zmqtrain.parallel.placed.model import ParallelModel
-from zmqtrain.parallel.turns import turn
+from zmqtrain.parallel.turns import generators_kept, turn
 
 Phase = Literal["training", "evaluation"]
 #: With gradients, and afterwards in evaluation.
@@ -116,7 +116,7 @@ def alone() -> Iterator[None]:
         own, numbers = random.getstate(), np.random.get_state()
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         try:
-            with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if used else []):
+            with generators_kept(range(torch.cuda.device_count()) if used else ()):
                 yield
         finally:
             random.setstate(own)

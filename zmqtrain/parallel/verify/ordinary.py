@@ -76,7 +76,7 @@ def backward_within(loss: Tensor) -> None:
 
 def _states(model: nn.Module) -> tuple[Tensor, dict[int, Tensor]]:
     devices = sorted({each.device.index or 0 for each in model.parameters() if each.device.type == "cuda"})
-    return generator_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
+    return generator_state(), {device: generator_state(device) for device in devices}
 
 
 def _restore(states: tuple[Tensor, dict[int, Tensor]]) -> None:

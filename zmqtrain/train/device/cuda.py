@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zmqtrain.errors import HostMemoryError
+from zmqtrain.parallel.turns import generator_state
 from zmqtrain.topology.rounded import rounded_amount
 from zmqtrain.train.device.accelerator import Event, Stream
 
@@ -64,7 +65,7 @@ class Cuda:
         _runtime().cudaHostUnregister(tensor.data_ptr())
 
     def random_state(self, device: torch.device) -> Tensor:
-        return torch.cuda.get_rng_state(device)
+        return generator_state(device)
 
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
