@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from zmqtrain.parallel.plan import Choice
-from zmqtrain.plan.link import NOTHING, LayerCost, Link
+from zmqtrain.plan.link import NOTHING, Cost, LayerCost, Link
 from zmqtrain.plan.placed import Placed
 from zmqtrain.plan.price import layer_cost
 from zmqtrain.plan.problem import Problem
@@ -58,18 +59,22 @@ def flip(problem: Problem, placed: Sequence[Placed], index: int, among: Sequence
         return None
     runner_up = others[0]
 
-    def wins(changed: Problem) -> bool:
+    @cache  # between two factors that are close the batch is the same
+    def wins(batch: int) -> bool:
+        changed = replace(problem, batch=batch)
         if changed.obstacle(problem.layers[index], runner_up.placed) or changed.obstacle(problem.layers[index], planned):
             return False
-        one, other = (_alternative(changed, placed, index, how).seconds for how in (runner_up.placed, planned))
+        one, other = (_costs(changed, placed, index, how).seconds(problem.link) for how in (runner_up.placed, planned))
         return one < other
 
     def larger_batch(factor: float) -> bool:
-        return wins(replace(problem, batch=max(1, round(problem.batch * factor))))
+        return wins(max(1, round(problem.batch * factor)))
+
+    one, other = (_costs(problem, placed, index, how) for how in (runner_up.placed, planned))
 
     def faster_network(factor: float) -> bool:
-        link = problem.link
-        return wins(replace(problem, link=Link(link.alpha_s, link.byte_s / factor, link.memory_byte_s)))
+        link = replace(problem.link, byte_s=problem.link.byte_s / factor)
+        return one.seconds(link) < other.seconds(link)
 
     batch, bandwidth = _nearest(larger_batch), _nearest(faster_network)
     return Flip(
@@ -79,23 +84,43 @@ def flip(problem: Problem, placed: Sequence[Placed], index: int, among: Sequence
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What a layer costs that is placed in one way, on any link."""
+
+    cost: LayerCost
+    """Of the layer itself, and of the changes before and after it: of all layers that it sends to, or that it is brought to."""
+    others: tuple[tuple[Cost, Cost], ...]
+    """Of each of these layers, what it sends itself, then and as planned."""
+    compute_s: float
+
+    def seconds(self, link: Link) -> float:
+        """Communication and compute, and by how much longer the other layers take than planned."""
+        longer_s = 0.0
+        for then, planned in self.others:
+            longer_s += link.seconds(then) - link.seconds(planned)
+        return link.seconds(self.cost.total) + longer_s + self.compute_s
+
+
 def _alternative(problem: Problem, placed: Sequence[Placed], index: int, how: Placed) -> Alternative:
-    """The layer itself, and the changes before and after it: of all layers that it sends to, or that it is brought to."""
-    stage, seconds, graph = problem.layers[index], problem.link.seconds, problem.graph
-    changed = [*placed[:index], how, *placed[index + 1 :]]
-    cost, longer_s = layer_cost(problem, changed, index), 0.0
+    found = _costs(problem, placed, index, how)
+    return Alternative(how, found.cost, found.seconds(problem.link))
+
+
+def _costs(problem: Problem, placed: Sequence[Placed], index: int, how: Placed) -> _Costs:
+    graph, changed = problem.graph, [*placed[:index], how, *placed[index + 1 :]]
+    cost, found = layer_cost(problem, changed, index), []
     others = {*graph.after(index), *graph.mates(index)}
     others |= {each.charged for each in graph.brought if index in (each.source, each.target)}
     for other in sorted(others - {index}):
         after = layer_cost(problem, changed, other)
-        own, planned = _own(after), _own(layer_cost(problem, placed, other))
-        longer_s += seconds(own.total) - seconds(planned.total)
+        found.append((_own(after).total, _own(layer_cost(problem, placed, other)).total))
         cost = replace(
             cost,
             redistribute=cost.redistribute + after.redistribute,
             redistribute_back=cost.redistribute_back + after.redistribute_back,
         )
-    return Alternative(how, cost, seconds(cost.total) + longer_s + sum(problem.seconds(stage, how)))
+    return _Costs(cost, tuple(found), sum(problem.seconds(problem.layers[index], how)))
 
 
 def _own(cost: LayerCost) -> LayerCost:

@@ -87,10 +87,11 @@ class Ours:
         self, before: Stage, sources: Sequence[Placed], after: Stage, targets: Sequence[Placed], *, back: bool = False
     ) -> Changes:
         """A message to each of the processes that need a part; strips are gathered before an image is flattened."""
-        held, needed = Lies.of(_left(before, sources), 0), Lies.of([_needed(after, each) for each in targets], 1)
+        left = _left(before, sources)
+        held, needed = Lies.of(left, 0), Lies.of([_needed(after, each) for each in targets], 1)
         ways = [(held, needed)]
         if not after.head.image:
-            flat = replace(held, strips=np.ones_like(held.strips), wide=np.ones_like(held.wide))
+            flat = Lies.of([replace(each, strips=1, wide=1) for each in left], 0)
             ways = [(held, flat), (flat, needed)]
         return self._moved(before, sources[0].grid.size, ways, back)
 

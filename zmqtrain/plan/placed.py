@@ -85,9 +85,9 @@ class Lie:
         return Grid(size // self.samples, self.samples)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Lies:
-    """Several of them, for all pairs with others at once."""
+    """Several of them, for all pairs with others at once. `of` returns the same ones for the same divisions; others differ."""
 
     samples: Integers
     channels: Integers
@@ -122,7 +122,17 @@ def lacking(held: Lies, needed: Lies) -> tuple[Integers, Array]:
 
     Returns the messages that a process receives, and their size as a share of the whole batch's activations: those of the process
     that lacks most. Between strips of which neither kind contains the other (2 and 3 of them) there may be a message fewer.
+    Both are read-only.
     """
+    return _of_one_pair(held, needed) if held.samples.size == needed.samples.size == 1 else _lacking(held, needed)
+
+
+@lru_cache(maxsize=4096)  # prices ask again and again for the same few pairs, and planners once for tables of many
+def _of_one_pair(held: Lies, needed: Lies) -> tuple[Integers, Array]:
+    return _lacking(held, needed)
+
+
+def _lacking(held: Lies, needed: Lies) -> tuple[Integers, Array]:
     pieces = _meeting(held.samples, needed.samples) * _meeting(held.channels, needed.channels)
     pieces = pieces * _meeting(held.strips, needed.strips) * _meeting(held.wide, needed.wide)
     parts = needed.samples * needed.channels * needed.strips * needed.wide
@@ -132,7 +142,9 @@ def lacking(held: Lies, needed: Lies) -> tuple[Integers, Array]:
     rows_differ = held.strips * held.wide != needed.strips * needed.wide
     apart = _both_divide(held.channels, needed.channels) | _both_divide(held.wide, needed.wide)
     apart |= (held.strips > 1) & (needed.strips > 1) & rows_differ
-    return np.where(apart, pieces, pieces - 1), 1 / parts - np.where(apart, 0, 1 / common)
+    messages, share = np.where(apart, pieces, pieces - 1), 1 / parts - np.where(apart, 0, 1 / common)
+    messages.flags.writeable = share.flags.writeable = False  # other callers get the same
+    return messages, share
 
 
 def _meeting(held: Integers, needed: Integers) -> Integers:
