@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 
 from tests import last_words
+from tests.order import in_order
 from tests.patience import pytest_timeout_cancel_timer, pytest_timeout_set_timer
 from tests.rewritten import compile_share
 
@@ -26,24 +27,6 @@ __all__ = ["pytest_timeout_cancel_timer", "pytest_timeout_set_timer"]  # hooks: 
 # What tests leave in cycles is small, and the modules and tests that are read first are no garbage. Python would look through new
 # objects for each 700 of them, and through all a dozen times before the first test.
 gc.set_threshold(20_000, 20, 20)
-
-#: Where the long tests are, which start processes or train. They run first: with several workers of xdist the short ones then fill
-#: the end, and no worker is left alone with a long one.
-LONG_FIRST = (
-    "test_apart.py",
-    "test_tutorials.py",
-    "integrations",
-    "launcher",
-    "resume",
-    "examples",
-    "cli",
-    "experiment",
-    "embed",
-    "train",
-    "simulate",
-    "parallel",
-    "server",
-)
 
 _FROZEN = {"modules": 0}  # how many there were when memory was looked through last
 
@@ -64,9 +47,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONG_FIRST)}
-    within = len((config.rootpath / "tests").parts)
-    items.sort(key=lambda item: places.get(item.path.parts[within], len(places)))
+    within = len(f"{config.rootpath / 'tests'}{os.sep}")  # ten thousand paths: as texts in a tenth of the time
+    files = dict.fromkeys(str(item.path)[within:] for item in items)
+    places = {file: place for place, file in enumerate(in_order(files))}
+    items.sort(key=lambda item: places[str(item.path)[within:]])
     import torch
 
     if torch.cuda.is_available() or os.environ.get("ZMQTRAIN_TEST_DEVICE"):
