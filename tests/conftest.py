@@ -72,7 +72,8 @@ def pytest_runtest_logstart() -> None:
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Which loop a coroutine test runs on."""
+    """Which loop a coroutine test runs on: virtual time's, or the one that processes of a run have."""
+    from zmqtrain.net.loop import new_event_loop
     from zmqtrain.simulate.clock import VirtualLoop
 
-    return {"virtual": VirtualLoop} if item.get_closest_marker("virtual_time") else {"asyncio": asyncio.new_event_loop}
+    return {"virtual": VirtualLoop} if item.get_closest_marker("virtual_time") else {"real": new_event_loop}

@@ -14,6 +14,7 @@ from zmqtrain.data.background import BackgroundThread
 from zmqtrain.embed.core import Core
 from zmqtrain.embed.own_run import open_run
 from zmqtrain.embed.session import Session
+from zmqtrain.net.loop import run as run_loop
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.topology.schema import Topology
 
@@ -32,7 +33,7 @@ def run_sessions(topology: Topology, program: Callable[[Session], T], warnings: 
     backward = torch.autograd.backward
     try:
         with TemporaryDirectory() as folder:
-            return asyncio.run(_run(topology, program, Path(folder, "checkpoints"), [] if warnings is None else warnings))
+            return run_loop(_run(topology, program, Path(folder, "checkpoints"), [] if warnings is None else warnings))
     finally:
         assert torch.autograd.backward is backward, "a session has not released its model"
 
