@@ -16,6 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset, default_collate
 
 from tests.data.test_nested import output_of
+from tests.pairwise import pairwise
+from tests.train.test_worker import alone
 from tests.train.world import Recipe, network_of, run, topology_of
 from zmqtrain.errors import TaskError
 from zmqtrain.train.weighting import ClassWeighted, require_mean, rows_counted, taken_apart
@@ -46,14 +48,15 @@ async def trained(loss: Any, *, ignored: bool = False, **compute: Any) -> tuple[
     return recipe.parameters("worker/0"), result.recorders["worker/0"].of("eval")
 
 
-WHOLE: dict[tuple[Any, bool], tuple[Tensor, list[dict[str, Any]]]] = {}
+WHOLE: dict[tuple[Any, bool, int], tuple[Tensor, list[dict[str, Any]]]] = {}
 
 
-async def in_one_process(loss: Any, *, ignored: bool = False) -> tuple[Tensor, list[dict[str, Any]]]:
+async def in_one_process(loss: Any, *, ignored: bool = False, batch: int = 16) -> tuple[Tensor, list[dict[str, Any]]]:
     """The same for all divisions of the work."""
-    if (loss, ignored) not in WHOLE:
-        WHOLE[loss, ignored] = await trained(loss, ignored=ignored, groups=1, group_size=1, batch_size=16)
-    return WHOLE[loss, ignored]
+    key = loss, ignored, batch
+    if key not in WHOLE:
+        WHOLE[key] = await trained(loss, ignored=ignored, groups=1, group_size=1, batch_size=batch)
+    return WHOLE[key]
 
 
 SHAPES: list[dict[str, Any]] = [
@@ -92,6 +95,14 @@ NO_MEANS: dict[str, Any] = {
     "by hand": _by_hand,
     "chosen": lambda output, target: cross_entropy(output[target >= 0], target[target >= 0]),
 }
+
+
+@pytest.mark.parametrize("batch", [16, 48])
+async def test_one_process_trains_as_plain_torch(batch: int) -> None:
+    """What all divisions of the work are compared with."""
+    whole, _ = await in_one_process(WEIGHTS, batch=batch)
+    expected = alone(Recipe(loss=WEIGHTS, train_data=data()), 5, batch)
+    torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -433,22 +444,23 @@ async def test_random_losses_and_those_of_whole_outputs_only_are_left_alone() ->
         await trained(loss, groups=2, group_size=1, batch_size=4)
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=CLASSES), pair])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"groups": 2, "group_size": 1, "batch_size": 8},
-        {"groups": 1, "group_size": 3, "batch_size": 16, "accumulate": 2},
-        {"groups": 1, "group_size": 4, "batch_size": 16, "grid": "2x2"},
-        {"groups": 1, "group_size": 1, "batch_size": 16},
-    ],
+@pairwise(
+    {
+        "loss": {"module": WEIGHTS, "pair": pair},
+        "shape": {
+            "groups": {"groups": 2, "group_size": 1, "batch_size": 8},
+            "accumulating": {"groups": 1, "group_size": 3, "batch_size": 16, "accumulate": 2},
+            "grid": {"groups": 1, "group_size": 4, "batch_size": 16, "grid": "2x2"},
+            "alone": {"groups": 1, "group_size": 1, "batch_size": 16},
+        },
+        "resumes": [False, True],
+    }
 )
-@pytest.mark.parametrize("resumes", [False, True])
 async def test_weights_over_several_steps_are_those_of_all_their_samples(
     loss: Any, shape: dict[str, Any], resumes: bool, tmp_path: Path
 ) -> None:
     """``[exchange] every`` makes one step of several, also if a run stops between two exchanges."""
-    whole, _ = await trained(loss, groups=1, group_size=1, batch_size=48)
+    whole, _ = await in_one_process(loss, batch=48)
     recipe = Recipe(loss=loss, train_data=data())
     stops = [4, 15] if resumes else [15]
     for number, steps in enumerate(stops):
