@@ -39,5 +39,5 @@ def test_nothing_breaks(name: str, seed: int) -> None:
     assert try_seed(seed, topology, "random", horizon_s).broken == ()
 
 
-def test_there_are_seventeen() -> None:
-    assert len(list(SHAPES.glob("*.toml"))) == 17
+def test_there_are_eighteen() -> None:
+    assert len(list(SHAPES.glob("*.toml"))) == 18

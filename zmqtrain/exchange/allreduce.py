@@ -15,6 +15,7 @@ from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.compressed_sums import CompressedSums, refuse_unsent
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.gradient_sum import GradientSum
+from zmqtrain.exchange.grid_era import StepCommit
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.state_source import NeighboursState, StateSource
@@ -38,7 +39,7 @@ class AllReduceExchange(Serverless):
 
     ``by_bucket``: update each bucket when the next forward takes it, so that the forward waits only for what it needs next.
     Otherwise the end of a step waits for all gradients and then runs the optimizer, which allows clipping by the norm of all
-    gradients.
+    gradients. With ``commit`` it first waits until all workers have them.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class AllReduceExchange(Serverless):
         members: Members | None = None,
         recorder: Recorder | None = None,
         overlap: bool = True,
+        commit: StepCommit | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"gradients are exchanged every {every} steps; it must be at least every step (1)")
         super().__init__(sums)
-        self._every, self._by_bucket = every, by_bucket
+        assert commit is None or not by_bucket, "a step counts as a whole"
+        self._every, self._by_bucket, self._commit = every, by_bucket, commit
         self._recorder: Recorder = recorder or NullRecorder()
         summed = self._summed if by_bucket else None
         self._sum = GradientSum(sums, self._recorder, self._abort, overlap=overlap, summed=summed)
@@ -77,6 +80,7 @@ class AllReduceExchange(Serverless):
             members=context.members,
             recorder=worker.recorder,
             overlap=worker.topology.compute.overlap,
+            commit=None if worker.era is None else worker.era.commit,
         )
 
     @property
@@ -148,8 +152,11 @@ class AllReduceExchange(Serverless):
                 await self._sum.all_added()
             else:
                 await self._sum.wait()
+                if self._commit is not None:
+                    await self._commit.all_have(self._sums.group, self._step)
                 await self._replica_started().update()
-        await self.may_begin(self._step + 1)
+        if self._commit is None:  # otherwise the step has to be recorded before it turns out that another era begins
+            await self.may_begin(self._step + 1)
 
     async def may_begin(self, step: int) -> bool:
         if step > self._released:

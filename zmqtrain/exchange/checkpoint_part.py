@@ -17,14 +17,17 @@ import numpy as np
 
 from zmqtrain.errors import CheckpointError, WireError, ZmqTrainError
 from zmqtrain.membership.touch import repeated
-from zmqtrain.net.endpoint import Endpoint, PeerId
+from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.wire.dtypes import dtype_named
 from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
 COORDINATOR: PeerId = "coordinator"
-#: Tags of parts: ``(SAVE, step, name)`` to the coordinator, ``(RESUME, name)`` back.
+#: Tags of parts: ``(SAVE, step, name)``, and perhaps a `Mark`, to the coordinator, ``(RESUME, name)`` back.
 SAVE, RESUME = "checkpoint", "resume"
+#: At the end of the tags of a run whose workers form other grids when some are lost: the number of the grid, counted from 0, and
+#: its workers; empty for the first one, if it is the job's.
+Mark = tuple[int, ...]
 #: Requests that the coordinator's collector answers.
 WRITTEN, COMMITTED, OPEN_PART = "checkpoint_written", "checkpoint_committed", "resume_part"
 NOTHING = "checkpoint_nothing"
@@ -64,6 +67,7 @@ async def send_part(
     sidecar: Mapping[str, Value],
     *,
     timeout_s: float,
+    mark: Mark = (),
     coordinator: PeerId = COORDINATOR,
 ) -> None:
     """Send a part; returns when the coordinator has it on disk. The tensors must not change before.
@@ -71,7 +75,7 @@ async def send_part(
     The checkpoint of the step is complete once all roles' parts are there (`wait_committed`). Raises `PeerTimeoutError`,
     `PeerLostError`, or the `CheckpointError` with which the coordinator answers.
     """
-    await _send(endpoint, (SAVE, step, name), tensors, sidecar, WRITTEN, coordinator, timeout_s)
+    await _send(endpoint, (SAVE, step, name, *mark), tensors, sidecar, WRITTEN, coordinator, timeout_s)
 
 
 async def send_alone(
@@ -82,15 +86,16 @@ async def send_alone(
     sidecar: Mapping[str, Value],
     *,
     timeout_s: float,
+    mark: Mark = (),
     coordinator: PeerId = COORDINATOR,
 ) -> None:
     """Like `send_part`, for a model that belongs to no checkpoint."""
-    await _send(endpoint, (ALONE, step, name), tensors, sidecar, ALONE_WRITTEN, coordinator, timeout_s)
+    await _send(endpoint, (ALONE, step, name, *mark), tensors, sidecar, ALONE_WRITTEN, coordinator, timeout_s)
 
 
 async def _send(
     endpoint: Endpoint,
-    tag: tuple[str, int, str],
+    tag: Tag,
     tensors: Mapping[str, Payload],
     sidecar: Mapping[str, Value],
     written: str,

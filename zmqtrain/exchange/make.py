@@ -57,7 +57,9 @@ def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool
     """
     scaled = context.topology.compute.precision == "float16" and not script
     # Whether a scaled gradient is finite is known only when all of it has arrived.
-    own = ExchangeContext(context, members, whole_updates=whole_updates or script or scaled, scaled=scaled)
+    # What one worker has updated, all must be able to update: if workers may be lost in between, only as a whole.
+    whole_updates = whole_updates or script or scaled or context.era is not None
+    own = ExchangeContext(context, members, whole_updates=whole_updates, scaled=scaled)
     match context.topology.exchange.kind:
         case "allreduce":
             return AllReduceExchange.of(own)

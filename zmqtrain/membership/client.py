@@ -13,6 +13,7 @@ The life of a role::
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -63,6 +64,8 @@ class Membership:
         self._rift = asyncio.Event()
         self._left = False
         self._needless = False
+        self._scope = ""
+        self._workers: tuple[PeerId, ...] | None = None
 
     @classmethod
     async def join(cls, endpoint: Endpoint, *, coordinator_address: str, timeouts: Timeouts) -> Membership:
@@ -122,6 +125,13 @@ class Membership:
         """This member's peer id."""
         return self.endpoint.peer
 
+    def among(self, scope: str, workers: Sequence[PeerId]) -> Membership:
+        """This membership for what only some of the workers do together: `barrier` and `agree`, under names that begin
+        with ``scope``. Everything else is asked of the original, whose `view` alone stays the newest."""
+        some = copy.copy(self)
+        some._scope, some._workers = scope, tuple(workers)
+        return some
+
     async def ready(self) -> None:
         """Announce that this process, which joined a run in progress, can take part. On return ``view`` shows it."""
         self._newer(View.from_value(await self._ask("ready")))
@@ -132,8 +142,11 @@ class Membership:
         A name may be used again once all have passed. Raises `PeerTimeoutError`, which names the missing members, or
         `PeerLostError` as soon as a member is gone.
         """
+        members = self._workers if members is None else members
         who: Value = None if members is None else list(members)
-        await self._ask("barrier", name, who, self._next_call(), timeout=self.timeouts.barrier_s + self.timeouts.lost_s)
+        await self._ask(
+            "barrier", self._scope + name, who, self._next_call(), timeout=self.timeouts.barrier_s + self.timeouts.lost_s
+        )
 
     async def agree(self, name: str, value: int, members: Sequence[PeerId], *, version: int | None = None) -> int:
         """Wait until all ``members`` have called the agreement of this name; all get the largest of their values.
@@ -143,7 +156,7 @@ class Membership:
         """
         who: Value = list(members)
         patience_s = self.timeouts.barrier_s + self.timeouts.lost_s
-        answer = await self._ask("agree", name, value, who, version, self._next_call(), timeout=patience_s)
+        answer = await self._ask("agree", self._scope + name, value, who, version, self._next_call(), timeout=patience_s)
         if not isinstance(answer, int):
             raise ProtocolError(f"the coordinator answered the agreement {name!r} with {answer!r:.60}, which is not a number")
         return answer

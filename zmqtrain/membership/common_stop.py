@@ -63,6 +63,14 @@ class StopPoint:
         self._endpoint.serve(ASK, self._on_ask)
         self._endpoint.serve(TELL, self._on_tell)
 
+    async def serve(self, method: str, caller: PeerId, *args: Value) -> Value:
+        """Answer a request before it opens, as one who does not train yet."""
+        return await (self._on_ask if method == ASK else self._on_tell)(caller, *args)
+
+    def go_on_from(self, other: StopPoint) -> None:
+        """Take the place of another one, before it opens here: what that one was asked and told holds for this one."""
+        self._asked, self._told = other._asked, other._told
+
     async def here(self, step: int) -> Here:
         """Call this before each step. Returns what all workers do here."""
         await self._decided()

@@ -15,6 +15,7 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts
 
 if TYPE_CHECKING:
+    from zmqtrain.exchange.grid_era import GridEra
     from zmqtrain.host.member import MakeMember
     from zmqtrain.train.device.base import Device
 
@@ -42,6 +43,9 @@ class RoleContext:
     """The speed factor of a modelled device for work that begins now (a simulated host may be slow for a while)."""
     make_device: Callable[[RolePlacement], Device] | None = None
     """Makes the device of a worker that computes with torch; ``None``: the device that its placement names."""
+
+    era: GridEra | None = None
+    """The stretch of the run for which all of this holds, if another grid may follow (`zmqtrain.train.grid_run`)."""
 
     @property
     def modelled(self) -> bool:

@@ -26,6 +26,7 @@ from zmqtrain.merged_fc.profile_phases import worker_profile
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.ending import Ending
 from zmqtrain.run.faults import RESTART_S, Fault
+from zmqtrain.simulate.grid_audit import GridAudit
 from zmqtrain.simulate.replay import Ledger
 from zmqtrain.simulate.slot_audit import SlotAudit
 from zmqtrain.topology.placement import Placement, heads_of
@@ -82,6 +83,7 @@ class Auditor:
         """Whether groups of several workers train in step, and train a step again that they have given up."""
         self._lacking: str | None = None  # an update without the batch of a group
         self._slots = SlotAudit(topology, placement) if topology.elastic and topology.exchange.kind == "model_server" else None
+        self._grids = GridAudit() if topology.elastic and topology.compute.rows > 1 else None
         self.stopped_at: int | None = None
         """The step before which all workers stopped because they were asked to."""
 
@@ -115,6 +117,9 @@ class Auditor:
                 self._merged[peer, group, step] += 1
                 if step and not self._first and self._slots is None and not self._merged[peer, group, step - 1]:
                     self.note(f"{peer} applied step {step} of group {group} before step {step - 1}")
+        elif what == "grid" and self._grids is not None:
+            number, rows = int(cast(int, values["number"])), int(cast(int, values["rows"]))
+            self._grids.begins(number, rows, cast(Sequence[str], values["workers"]))
         elif what == "begin_step":
             self._trains.add(peer)
             self._ledger.began(peer, int(cast(int, values["step"])))
@@ -251,6 +256,8 @@ class Auditor:
         self._last_s = max(self._last_s, self._clock())
         peer = str(values.get("peer", ""))
         self._ran = self._ran or kind == "running"
+        if self._grids is not None:
+            self._follow_grids(kind, peer)
         if kind == "lost" and peer.startswith("agent/"):
             self._lost.update(dict.fromkeys(role.peer for role in self._placement.of_host(peer.removeprefix("agent/"))))
         elif kind == "lost":
@@ -271,6 +278,17 @@ class Auditor:
             self._chains.hand_over(
                 int(values["shard"]), str(values["before"]), str(values["server"]), copies=self._topology.replicated
             )
+
+    def _follow_grids(self, kind: str, peer: PeerId) -> None:
+        assert self._grids is not None
+        if kind in ("lost", "failed"):
+            self._grids.lost([peer, *(role.peer for role in self._placement.of_host(peer.removeprefix("agent/")))])
+        elif kind == "join":
+            self._grids.joined(peer)
+        elif kind == "not elastic":
+            self._grids.given_up = True
+            if not self._grids.a_row_is_gone:
+                self.note("the run gave up, although a worker of each row of its grid was there")
 
     def launcher_died(self) -> None:
         """A launcher has died. Another one goes on only with what all know: that all have joined."""
@@ -312,11 +330,16 @@ class Auditor:
         preempted = ending.status == "preempted" or (ending.error or {}).get("kind") == "preempted"
         if ending.status == "done" or (preempted and self.stopped_at is not None):
             self._check_done(corrupted=any(fault.kind == "corrupt" for fault in faults))
-        elif not fatal and not self._died_early and not preempted and not self._own_fault(error):
+        elif not (fatal or self._died_early or self._without_a_row or preempted or self._own_fault(error)):
             what = f"{error.get('type')}: {error.get('message')}"
             self.note(f"the run ended with status {ending.status} ({what}), although all its faults can be survived")
         self._check_end(seconds, faults)
         return list(self._broken)
+
+    @property
+    def _without_a_row(self) -> bool:
+        """Whether a part of the model was lost, without which no grid can go on."""
+        return self._grids is not None and self._grids.a_row_is_gone
 
     def _hits_server(self, fault: Fault) -> bool:
         """Whether a server may be lost, without which the run does not go on."""

@@ -17,11 +17,7 @@ def why_not_elastic(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     """Why the run cannot carry on without a lost worker, and the fields on which that depends; ``None`` if it can."""
     exchange, compute = topology.exchange, topology.compute
     if compute.rows > 1:
-        return (
-            f"the grid {compute.grid} divides the model among workers of which none can be missing; an elastic run needs a grid of "
-            f"one row, such as 1x{compute.group_size}",
-            (("compute", "grid"),),
-        )
+        return _why_not_on_a_grid(topology)
     if topology.divided:
         return (
             'with statistics = "whole", batch norm needs all workers of a group in the middle of a forward; an elastic run needs '
@@ -65,6 +61,35 @@ def _why_not_with_sums(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
             (("data", "shuffle"),),
         )
     return None
+
+
+def _why_not_on_a_grid(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
+    """Where the model is divided over several rows: the parts of a lost worker must be somewhere else, too."""
+    exchange, compute, job = topology.exchange, topology.compute, topology.job
+    if exchange.kind != "allreduce" or compute.groups > 1 or compute.columns == 1:
+        return (
+            f"the grid {compute.grid} divides the model among workers of which none can be missing; an elastic run needs a grid of "
+            f'one row, such as 1x{compute.group_size}, or kind = "allreduce", one group and a grid of several columns, such as '
+            f"{compute.rows}x2",
+            (("compute", "grid"), ("exchange", "kind"), ("compute", "groups")),
+        )
+    obstacles: list[tuple[bool, str, Path]] = [
+        (exchange.compression != "none", "compression: a lost worker takes along what was not sent", ("exchange", "compression")),
+        (exchange.every_steps(1) > 1, "every: what was added up belongs to workers", ("exchange", "every")),
+        (compute.parts != "even", "parts: they divide the samples among fixed workers", ("compute", "parts")),
+        (compute.precision == "float16", "float16: the workers share its scale", ("compute", "precision")),
+        (bool(topology.optimizer.clip_norm), "clip_norm: an update needs a worker of each row", ("optimizer", "clip_norm")),
+        (topology.data.shuffle == "ring", 'shuffle = "ring": samples would be lost with the worker', ("data", "shuffle")),
+        (bool(topology.parallel.layers or topology.parallel.plan), "layers on grids of their own", ("parallel", "layers")),
+        (job.on_resize != "keep", "on_resize: the batch of a step stays", ("job", "on_resize")),
+        (job.max_workers is not None, "max_workers: no others come than those with which it begins", ("job", "max_workers")),
+        (compute.device == "modelled" and not topology.trains, "modelled devices, which have no model", ("compute", "device")),
+    ]
+    found = next(((what, path) for there, what, path in obstacles if there), None)
+    if found is None:
+        return None
+    what, path = found
+    return f"on a grid of several rows, an elastic run cannot have {what}", (path, ("compute", "grid"))
 
 
 def _why_not_models_of_groups(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:

@@ -137,7 +137,9 @@ class Job(Section):
         "possible, too, among groups of several workers with model servers (without float16, compression and until), averaging "
         '(without float16, deltas, parts and ring = "tensors") and gossip (without float16, parts and ring = "tensors"), and with '
         "all-reduce, unless gradients are compressed; with all-reduce, and averaging or gossip among groups of several, gradients "
-        "then travel in messages also within a host. A grid needs one row, and local statistics of batch norm.",
+        "then travel in messages also within a host. A grid of one row needs local statistics of batch norm; one of several rows "
+        "needs all-reduce, one group and several columns, and has no compression, every, parts, float16, clip_norm, sample ring, "
+        "and no layers on grids of their own.",
     )
     on_resize: Literal["keep", "sqrt", "linear"] = Field(
         default="keep",

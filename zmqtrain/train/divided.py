@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from zmqtrain.collectives.group import bounds
 from zmqtrain.data.batch import Batch
+from zmqtrain.errors import ConnectivityError
 from zmqtrain.events import Recorder
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.parallel.communicator import Fabric
@@ -217,6 +219,24 @@ class PartConverter:
     def of(cls, model: nn.Module) -> PartConverter:
         """For the parameters and buffers of a model, divided or not."""
         return cls(model.shards_by_name(), model.fabric) if isinstance(model, ParallelModel) else cls({}, None)
+
+    @classmethod
+    def among(cls, model: nn.Module, fabric: Fabric) -> PartConverter:
+        """As `of`, but the workers of ``fabric`` stand in for this worker's column: one of each row, in their order, from whatever
+        columns."""
+        assert isinstance(model, ParallelModel)
+        members = tuple(range(fabric.size))
+        shards = model.shards_by_name()
+        assert all(shard.dimension is None or len(shard.members) == fabric.size for shard in shards.values())
+        return cls({name: replace(shard, members=members) for name, shard in shards.items()}, fabric)
+
+    def require_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise `ConnectivityError` if ``tensors``, by the names of parameters and buffers, lack one of this worker's parts: a
+        forward has been broken off that had taken it away."""
+        held = self._held(tensors)
+        gone = [name for name in tensors if name in self._shards and name not in held]
+        if gone:
+            raise ConnectivityError(f"the forward was broken off where {gone[0]} was not in its place, so others cannot have it")
 
     @property
     def divided(self) -> bool:

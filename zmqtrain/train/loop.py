@@ -11,8 +11,9 @@ evaluation. `zmqtrain.train.checkpoint.run_model` says which model is evaluated 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from zmqtrain.collectives.group import Group
@@ -23,12 +24,12 @@ from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Exchange, RunModel
 from zmqtrain.exchange.checkpoint_part import wait_committed
 from zmqtrain.exchange.members import Members
-from zmqtrain.membership.common_stop import Here
+from zmqtrain.membership.common_stop import Here, StopPoint
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.train.participant import Participant
 from zmqtrain.train.rebalance import Rebalance, announce
-from zmqtrain.train.work import ModelState, Work
+from zmqtrain.train.work import ModelState, StepResult, Work
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -60,7 +61,18 @@ class TrainingOutcome(Enum):
 class TrainLoop:
     """Trains one worker. `run` it once; `zmqtrain.train.worker` stops it from outside."""
 
-    def __init__(self, context: RoleContext, work: Work, exchange: Exchange, members: Members) -> None:
+    def __init__(
+        self,
+        context: RoleContext,
+        work: Work,
+        exchange: Exchange,
+        members: Members,
+        *,
+        begun: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        """``begun(step)`` is awaited before the first step, once all is ready for it."""
+        self._begun = begun
+        self._unrecorded: Callable[[], None] | None = None  # the step that is being exchanged
         self._context, self.work, self.exchange, self._members = context, work, exchange, members
         self._endpoint, self._recorder = context.endpoint, context.recorder
         self._job = context.topology.job
@@ -91,6 +103,11 @@ class TrainLoop:
         self._samples = 0  # number of samples that the run's model has been trained on
         self._endpoint.serve("reached", self._on_reached)
 
+    @property
+    def stop_point(self) -> StopPoint:
+        """Where other processes ask for a common step of all workers."""
+        return self._part.stop_point
+
     async def run(self) -> None:
         """Train to the end."""
         work, exchange, job, stop_point = self.work, self.exchange, self._job, self._part.stop_point
@@ -103,6 +120,8 @@ class TrainLoop:
             members.begin_division(restored or 0)
         work.connect(exchange.bucket_ready)
         self.step = first = await self._part.start(restored=restored)
+        if self._begun is not None:
+            await self._begun(first)
         steps = self._steps()
         if members.late and members.slots is None and members.division is None and steps is not None and first >= steps:
             raise TooLateError(self._endpoint.peer, "the others have begun all steps there are")
@@ -363,6 +382,7 @@ class TrainLoop:
             return False
         self.phase = TrainingPhase.ENDING
         handed_over = loop.time()
+        self._unrecorded = partial(self._record_step, step, epoch, result, start, handed_over)
         with self._recorder.span("end of step", "wait", step=step):
             await self.exchange.end_step()
         self.phase = TrainingPhase.BETWEEN
@@ -373,6 +393,18 @@ class TrainLoop:
         self.work.after_step()
         if self._rebalance is not None:
             await self._rebalance.after(step, result.samples, result.compute_s)
+        self._record_step(step, epoch, result, start, handed_over, lr)
+        return True
+
+    def counts_up_to(self, step: int) -> None:
+        """Training has broken off, and all steps up to ``step`` count: record the last one, if that was still to come."""
+        if self._unrecorded is not None and self.step == step:
+            self._unrecorded()
+
+    def _record_step(
+        self, step: int, epoch: int, result: StepResult, start: float, handed_over: float, lr: float | None = None
+    ) -> None:
+        loop, self._unrecorded = asyncio.get_running_loop(), None
         updating_s = self.work.updating_s()
         values: dict[str, EventValue] = {
             "epoch": epoch,
@@ -388,7 +420,6 @@ class TrainLoop:
         }
         self._recorder.event("step", step=step, **values)
         self.work.callbacks.step(step, values)
-        return True
 
     async def _sit_out(self) -> bool:
         """Take part in a step in which only others have something to train. Returns False if the step was abandoned."""

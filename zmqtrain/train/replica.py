@@ -34,6 +34,7 @@ from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.base import Bucket, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer, is_torchs_own
 from zmqtrain.parallel.gradient_norm import GradientNorm
+from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.shard import Shard
 from zmqtrain.topology.bucket_limit import USUAL_BYTES, BucketLimit
 from zmqtrain.train.bucket_machine import BucketMachine, Do, State
@@ -179,6 +180,8 @@ class TorchReplica:
         """Called before a forward takes a bucket."""
         self.waited_s = 0.0
         """Seconds for which this step's forward and backward have waited for parameters: exposed communication."""
+        self.updated = -1
+        """The newest step with whose gradients all parameters were updated at once (`update`)."""
         self.update_s = 0.0
         """Seconds that all local updates have taken."""
 
@@ -337,6 +340,17 @@ class TorchReplica:
                 buffer.copy_(kept[name])
         if before != step:
             self._buffers_before = step, {name: buffer.detach().clone() for name, buffer in buffers.items()}
+
+    def rest_at(self, step: int) -> None:
+        """Training has broken off: become what the replica is after ``step``, whose gradients are summed, if it is not that
+        already; nothing remains of a step that was begun after it."""
+        if isinstance(self.model, ParallelModel):
+            self.model.break_off()
+        if self.updated < step == self._step:
+            self._timed_update()
+        before, _ = self._buffers_before
+        if before > step:
+            self.begin_again(before)
 
     def _beside(self) -> dict[str, Payload]:
         self.take_all()
@@ -551,6 +565,7 @@ class TorchReplica:
             for index in range(len(self._held)):
                 self._read(index)
         self.memory.publish()
+        self.updated = self._step
 
     def _drawn_alike(self) -> AbstractContextManager[None]:
         return drawn_alike(self._device.torch_device, (*self.draws, self._step))

@@ -20,14 +20,14 @@ from zmqtrain.data.content import content_of
 from zmqtrain.data.loader import Finish
 from zmqtrain.data.partition import Partition
 from zmqtrain.data.source import Source
-from zmqtrain.errors import UsageError
+from zmqtrain.errors import ConnectivityError, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.optimizer import is_torchs_own
 from zmqtrain.membership.alike import Facts
 from zmqtrain.membership.context import RoleContext
-from zmqtrain.net.endpoint import Endpoint
+from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
@@ -40,11 +40,12 @@ from zmqtrain.train.alike import facts_of_training, require_same_training
 from zmqtrain.train.batches import make_batches, partition_of
 from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callbacks import Callbacks
+from zmqtrain.train.checkpoint.handed_over import HandedOver
 from zmqtrain.train.checkpoint.saving import Saver, send_model, settings_to_resume, whole_state
 from zmqtrain.train.construct import divided_model
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.make import device_of
-from zmqtrain.train.divided import loss_on_grid, make_fabric
+from zmqtrain.train.divided import PartConverter, loss_on_grid, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.forgotten import Forgotten
 from zmqtrain.train.loss_scale import LossScale
@@ -204,6 +205,10 @@ class TorchWork:
                 remote = make_remote(device)
             built = await device.run(lambda: _build(context, device, task, fabric, remote))
             await require_same_training(context, "task", built.facts)
+            if built.source.stream and context.era is not None:
+                raise UsageError(
+                    f"{built.source.name} is a stream, which is not divided anew when a worker is lost: remove {ASKING}"
+                )
             if built.source.stream and context.topology.elastic:
                 await context.membership.need_all(
                     f"{built.source.name} is a stream, and no other worker can take over a part of it"
@@ -218,6 +223,11 @@ class TorchWork:
     @property
     def replica(self) -> TorchReplica:
         return self._replica
+
+    @property
+    def task(self) -> Task:
+        """What is trained."""
+        return self._task
 
     @property
     def whole_updates(self) -> bool:
@@ -298,7 +308,32 @@ class TorchWork:
     async def send_model(
         self, endpoint: Endpoint, step: int, state: ModelState, about: Mapping[str, Value], *, alone: bool
     ) -> None:
-        await send_model(endpoint, step, state, about, alone=alone, timeout_s=self._context.timeouts.barrier_s)
+        context = self._context
+        mark = () if context.era is None else context.era.mark
+        await send_model(endpoint, step, state, about, alone=alone, timeout_s=context.timeouts.barrier_s, mark=mark)
+
+    async def rest_at(self, step: int) -> None:
+        """Training has broken off, and the replica was aborted: become what it is after ``step`` (`TorchReplica.rest_at`)."""
+        await self._device.run(partial(self._replica.rest_at, step))
+
+    async def hand_over(
+        self, endpoint: Endpoint, exchange: Exchange, into: HandedOver | None, step: int, column: tuple[PeerId, ...]
+    ) -> None:
+        """Gather the state at ``step``, and hand it over on the first of ``column``: a worker of each row of the grid, in their
+        order, all of which call this. The replica may have been aborted. Raises `ConnectivityError`."""
+        fabric = NetworkFabric(
+            endpoint, column, "hand over", condition=self._device.condition(), clock=self._device.clock,
+            timeout_s=self._context.timeouts.barrier_s,
+        )  # fmt: skip
+        try:
+            saver = replace(self._saver(endpoint), rank=column.index(endpoint.peer), group=0, position=0, size=(1, 1))
+            parts = PartConverter.among(self._replica.model, fabric)
+            await saver.hand_over(into, step, self._replica, exchange, self._device, parts)
+        except BaseException:
+            fabric.abort(ConnectivityError("the state is not handed over"))
+            raise
+        finally:
+            await fabric.close()
 
     async def train_step(self, step: int, *, ahead: bool, hand_over: bool = True) -> StepResult:
         if self._remote is not None:
@@ -314,7 +349,7 @@ class TorchWork:
         batches = self._batches
         group_batch, own = batches.group_samples(step), batches.own_group_samples(step)
         compute = partial(self._step, step, batch, hand_over=hand_over, group_batch=group_batch, group_samples=own)
-        if self._members.repeats:
+        if self._members.repeats or self._context.era is not None:
             await self._device.run(partial(self._replica.begin_again, step))
         result = await self._device.run(compute)
         self._batches.used(step)
@@ -455,7 +490,7 @@ class TorchWork:
     def _saver(self, endpoint: Endpoint, members: tuple[int, ...] | None = None) -> Saver:
         role, kind = self._context.role, self._context.topology.exchange.kind
         timeout_s = self._context.timeouts.barrier_s
-        merged, data = self._remote is not None, self._batches
+        merged, data, era = self._remote is not None, self._batches, self._context.era
         compute = self._context.topology.compute
         return Saver(
             endpoint,
@@ -470,6 +505,8 @@ class TorchWork:
             settings=settings_to_resume(self._context.topology, data.samples, self._replica.optimizer),
             merged=merged,
             any_first=self._context.topology.elastic,
+            mark=() if era is None else era.mark,
+            source=None if era is None else era.fetch,
             members=members,
             whole=kind == "averaging" and self._members.splits,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -46,31 +46,52 @@ async def run_worker(context: RoleContext, *, task: Task | None = None, make_wor
     """
     halted: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
     context.membership.on_halt(lambda reason: None if halted.done() else halted.set_result(reason))
+    if context.topology.elastic and context.topology.compute.rows > 1:
+        from zmqtrain.train.grid_run import GridRun
+
+        grid = GridRun(context, task)
+        try:
+            await _train(context, grid.run(), lambda: grid.loop, halted)
+        finally:
+            await grid.close()
+        await context.membership.leave()
+        return
     members = make_members(context)
     work = await make_work(context, members, task)
     try:
-        await _train(context, work, members, halted)
+        loop = TrainLoop(context, work, make_exchange(context, members, whole_updates=work.whole_updates), members)
+        await _train(context, loop.run(), lambda: loop, halted)
     finally:
         await work.close(context.timeouts.grace_s)
     await context.membership.leave()
 
 
-async def _train(context: RoleContext, work: Work, members: Members, halted: asyncio.Future[Mapping[str, Any]]) -> None:
-    loop = TrainLoop(context, work, make_exchange(context, members, whole_updates=work.whole_updates), members)
-    life = asyncio.create_task(loop.run(), name=f"training of {context.role.peer}")
+async def _train(
+    context: RoleContext,
+    training: Coroutine[Any, Any, None],
+    current: Callable[[], TrainLoop | None],
+    halted: asyncio.Future[Mapping[str, Any]],
+) -> None:
+    """``current``: the loop that trains now, of those that ``training`` runs; ``None`` if this worker has nothing of the model."""
+    life = asyncio.create_task(training, name=f"training of {context.role.peer}")
     try:
         ends: list[asyncio.Future[Any]] = [life, halted]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if life.done():
             await life
             return
+        if (loop := current()) is None:
+            raise _stopped(halted.result())
         await _halt(context, loop, life, halted.result())
     except NonFiniteLossError as error:
+        loop = current()
+        assert loop is not None, "it has computed the loss"
         kept = await _keep_last_good(context, loop, error)
         await _give_up(context, loop, error)
         raise NonFiniteLossError(error.loss, error.rank, error.step, kept) from None
     except BaseException as error:
-        await _give_up(context, loop, error, failed=True)
+        if (loop := current()) is not None:
+            await _give_up(context, loop, error, failed=True)
         raise
     finally:
         if not life.done():
@@ -83,8 +104,7 @@ async def _train(context: RoleContext, work: Work, members: Members, halted: asy
 async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None], reason: Mapping[str, Any]) -> None:
     """Another process has stopped the run."""
     if reason.get("kind") != "nan":
-        peer = str(reason.get("peer", "coordinator"))
-        raise PeerLostError(peer, str(reason.get("message", "the run was halted")), waiting_for="the end of training")
+        raise _stopped(reason)
     step = int(reason["step"])
     if applies_here(reason, loop.exchange, context.role.group) and loop.step <= step:
         # The worker with the bad loss still takes part in everything before its step: continue up to there, so that all stop
@@ -105,6 +125,11 @@ async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None],
     loop.halted = True
     await loop.save_all(loop.last_good(step), within_s=saving_s(context))
     await _give_up(context, loop, ConnectivityError("the run was halted"))
+
+
+def _stopped(reason: Mapping[str, Any]) -> PeerLostError:
+    peer = str(reason.get("peer", "coordinator"))
+    return PeerLostError(peer, str(reason.get("message", "the run was halted")), waiting_for="the end of training")
 
 
 def saving_s(context: RoleContext) -> float:

@@ -322,6 +322,11 @@ class ParallelModel(nn.Module):
             ended, self._recomputing = self._recomputing, None
             ended.close()
 
+    def break_off(self) -> None:
+        """A forward or a backward has ended with an error, and none follows: let the modules have their own tensors again. Raises
+        the error of the network where a forward had put something else in their place, of which others have parts."""
+        self._backward_ended()
+
     def whole(self, output: Placed) -> Tensor:
         """What a forward has returned divided, brought together: the column's samples."""
         return to_local(output, laid(output.placement.grid), self._world, layer="output")

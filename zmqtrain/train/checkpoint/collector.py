@@ -21,6 +21,7 @@ from zmqtrain.exchange.checkpoint_part import (
     SAVE,
     STANDS_IN,
     WRITTEN,
+    Mark,
     pack_manifest,
 )
 from zmqtrain.membership.journal import Journal
@@ -43,8 +44,8 @@ MOST_INCOMPLETE = 8
 #: A message names at most this many missing parts.
 MOST_NAMED = 4
 #: Names in the ledger: what the names of parts on disk, and of roles without a part, begin with; the newest complete checkpoint and
-#: those that were given up; whether the clock runs.
-PART, NOTHING_HERE, KEPT, BEGUN = "part/", "nothing/", "checkpoints", "clock"
+#: those that were given up; whether the clock runs; on which grid a checkpoint is written.
+PART, NOTHING_HERE, KEPT, BEGUN, GRID = "part/", "nothing/", "checkpoints", "clock", "grid/"
 #: Events about a checkpoint: ``checkpoint complete`` (on disk), ``checkpoint late`` (it may still complete), ``checkpoint failed``
 #: (it never will), each with its step and the reason.
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -95,7 +96,7 @@ class CheckpointCollector:
         self._incoming: dict[int, IncomingCheckpoint] = {}
         self._nothing: dict[str, Mapping[str, Value]] = {}  # parts that are always empty
         self._given_up: set[int] = set()  # steps whose checkpoint will never be complete
-        # (WRITTEN, step, name) and (COMMITTED, step): done, or the reason why not.
+        # (WRITTEN, step, name, *mark) and (COMMITTED, step): done, or the reason why not.
         self._ended: dict[Tag, asyncio.Future[None]] = {}
         self._lock = asyncio.Lock()  # one change to the incoming checkpoints at a time
         self._look = asyncio.Event()  # a worker was lost, or there is another deadline
@@ -161,9 +162,10 @@ class CheckpointCollector:
                 steps.setdefault(int(number), {})[part] = WrittenPart.from_value(value)
         for step, parts in steps.items():
             assert self._checkpoints is not None
-            self._incoming[step] = IncomingCheckpoint(self._checkpoints, step, self._shape, self._now(), parts)
+            mark = tuple(ledger.get(f"{GRID}{step}") or ())
+            self._incoming[step] = IncomingCheckpoint(self._checkpoints, step, self._shape, self._now(), parts, mark)
             for part in parts:
-                self._end((WRITTEN, step, part))
+                self._end((WRITTEN, step, part, *mark))
 
     def begin_again(self) -> None:
         """Once the workers wait for no common step any more that another process had begun to agree on: continue the clock."""
@@ -177,9 +179,13 @@ class CheckpointCollector:
     def _forget_parts(self, step: int) -> None:
         """The checkpoint of ``step`` is complete, or never will be."""
         if self._journal is not None:
-            parts = [name for name in self._journal.ledger if name.startswith(f"{PART}{step}/")]
+            parts = self._in_journal(step)
             given_up: Value = [*sorted(self._given_up)[-MOST_INCOMPLETE:]]
             self._keep_in_journal({**dict.fromkeys(parts), KEPT: [self._newest, given_up]})
+
+    def _in_journal(self, step: int) -> list[str]:
+        assert self._journal is not None
+        return [name for name in self._journal.ledger if name.startswith(f"{PART}{step}/") or name == f"{GRID}{step}"]
 
     @property
     def first_step(self) -> int:
@@ -218,20 +224,26 @@ class CheckpointCollector:
 
     async def _take(self, peer: PeerId, tag: Tag, payload: Payload) -> None:
         match tag:
-            case (_, int(step), str(name)) if name in self._expected:
+            case (_, int(step), str(name), *rest) if name in self._expected and (mark := self._mark(rest)) is not None:
                 pass
             case _:
                 return  # from another run; nothing waits for it
-        if step in self._given_up or step <= self._newest:
-            self._end((WRITTEN, step, name))
+        incoming = self._incoming.get(step)
+        if incoming is not None and mark > incoming.mark:  # the workers that had begun it have formed another grid since
+            self._replace(incoming)
+            incoming = None
+        if step in self._given_up or step <= self._newest or (incoming is not None and mark < incoming.mark):
+            self._end((WRITTEN, step, name, *mark))
             return
         try:
             if self._checkpoints is None:
                 raise CheckpointError(f"checkpoint {step} cannot be kept: this run has no folder for checkpoints")
-            incoming = self._incoming.get(step)
             if incoming is None:
-                incoming = await asyncio.to_thread(IncomingCheckpoint, self._checkpoints, step, self._shape, self._now())
+                began_s = self._now()
+                incoming = await asyncio.to_thread(IncomingCheckpoint, self._checkpoints, step, self._shape, began_s, mark=mark)
                 self._incoming[step] = incoming
+                if mark:
+                    self._keep_in_journal({f"{GRID}{step}": [*mark]})
                 self._look.set()
             written = await asyncio.to_thread(incoming.take, peer, name, payload)
             self._give_up_second()
@@ -240,13 +252,31 @@ class CheckpointCollector:
                     self._keep_in_journal({f"{PART}{step}/{name}": incoming.newest.to_value()})
                 await self._commit_if_complete(step)
                 # The last part is acknowledged only now: its worker, and with it the run, stays until the checkpoint is complete.
-                self._end((WRITTEN, step, name))
+                self._end((WRITTEN, step, name, *mark))
         except CheckpointError as error:
-            self._end((WRITTEN, step, name), error)
+            self._end((WRITTEN, step, name, *mark), error)
             self._drop(step, error)
         except OSError as error:  # a full disk: training continues without this checkpoint
-            self._end((WRITTEN, step, name))
+            self._end((WRITTEN, step, name, *mark))
             self._do_without(step, error)
+
+    def _mark(self, rest: Sequence[str | int]) -> Mark | None:
+        """What follows in a tag; ``None`` if it is no mark of this run's."""
+        match rest:
+            case []:
+                return ()
+            case [int(number), int(workers)] if number >= 0 and 0 < workers <= self._shape.group_size:
+                return number, workers
+        return None
+
+    def _replace(self, incoming: IncomingCheckpoint) -> None:
+        """Others will write the checkpoint of this step, from its beginning."""
+        del self._incoming[incoming.step]
+        incoming.discard()
+        for name in incoming.names:
+            self._end((WRITTEN, incoming.step, name, *incoming.mark))
+        if self._journal is not None:
+            self._keep_in_journal(dict.fromkeys(self._in_journal(incoming.step)))
 
     async def _watch(self) -> None:
         """Look again when a worker is lost or parts are overdue."""
@@ -279,7 +309,7 @@ class CheckpointCollector:
         if incoming is not None:
             incoming.discard()
             for name in incoming.names:
-                self._end((WRITTEN, step, name))
+                self._end((WRITTEN, step, name, *incoming.mark))
         self._forget_parts(step)
         self._end((COMMITTED, step), error)
         self._on_event("checkpoint failed", {"step": step, "reason": str(error)})
@@ -351,8 +381,8 @@ class CheckpointCollector:
     def _end(self, key: Tag, error: CheckpointError | None = None) -> None:
         settle(self._future(key), error)
 
-    async def _on_written(self, caller: PeerId, step: int, name: str) -> Value:
-        await asyncio.shield(self._future((WRITTEN, step, name)))
+    async def _on_written(self, caller: PeerId, step: int, name: str, *mark: int) -> Value:
+        await asyncio.shield(self._future((WRITTEN, step, name, *mark)))
         return None
 
     async def _on_committed(self, caller: PeerId, step: int) -> Value:

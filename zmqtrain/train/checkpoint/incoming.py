@@ -7,15 +7,20 @@ worker sends, with its parts, the list of workers it knows of, and a worker that
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import CheckpointError
-from zmqtrain.exchange.checkpoint_part import MEMBERS, unpack_manifest
+from zmqtrain.exchange.checkpoint_part import MEMBERS, Mark, unpack_manifest
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.train.checkpoint.folder import CheckpointWriter, PartWriter, RunShape
 from zmqtrain.wire.payload import Payload, Value
+
+
+def shape_on(shape: RunShape, mark: Mark) -> RunShape:
+    """The run's shape while its workers are on the grid with this mark."""
+    return replace(shape, group_size=mark[1]) if mark else shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +47,18 @@ class IncomingCheckpoint:
     """One checkpoint until it is committed or abandoned."""
 
     def __init__(
-        self, checkpoints: Path, step: int, shape: RunShape, began_s: float, parts: Mapping[str, WrittenPart] | None = None
+        self,
+        checkpoints: Path,
+        step: int,
+        shape: RunShape,
+        began_s: float,
+        parts: Mapping[str, WrittenPart] | None = None,
+        mark: Mark = (),
     ) -> None:
-        """``parts``: those that another process has left on disk; it goes on from there."""
+        """``parts``: those that another process has left on disk; it goes on from there. ``mark``: of the grid whose workers write
+        it, if that may be another one than the job's, of which ``shape`` is."""
+        shape = shape_on(shape, mark)
+        self.mark = mark
         files = None if parts is None else {name: each for part in parts.values() for name, each in part.files.items()}
         self._writer = CheckpointWriter(checkpoints, step, shape, files)
         self.step, self.began_s = step, began_s

@@ -39,6 +39,7 @@ class ModelFile:
         self._folder, self._failed = folder, failed
         self._given_up: Tag | None = None  # the rest of what arrives with this tag is dropped
         self._writer: PartWriter | None = None
+        self._tag: Tag = ()  # of what is being written
         self._written: dict[Tag, asyncio.Future[None]] = {}
         self._subscription = endpoint.subscribe(ALONE)
         endpoint.serve(ALONE_WRITTEN, self._on_written)
@@ -50,6 +51,11 @@ class ModelFile:
                 future = self._future(tag[1:])
                 if tag == self._given_up:
                     continue
+                if tag[1:2] == self._tag[1:2] and tag[3:] < self._tag[3:]:  # other workers send it since, on another grid
+                    settle(future, None)
+                    continue
+                if tag != self._tag:
+                    self._tag, self._writer = tag, None
                 try:
                     if await asyncio.to_thread(self._take, payload):
                         settle(future, None)
@@ -116,8 +122,8 @@ class ModelFile:
     def _future(self, key: Tag) -> asyncio.Future[None]:
         return self._written.setdefault(key, asyncio.get_running_loop().create_future())
 
-    async def _on_written(self, caller: PeerId, step: int, name: str) -> Value:
-        await asyncio.shield(self._future((step, name)))
+    async def _on_written(self, caller: PeerId, step: int, name: str, *mark: int) -> Value:
+        await asyncio.shield(self._future((step, name, *mark)))
         return None
 
 

@@ -6,7 +6,7 @@ The learning-rate schedule is not saved: it is replayed from the start, which gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,17 +23,21 @@ from zmqtrain.exchange.checkpoint_part import (
     COURSE,
     MEMBERS,
     STANDS_IN,
+    Mark,
     Part,
     fetch_part,
     send_alone,
     send_part,
     taking_back,
 )
+from zmqtrain.exchange.grid_era import FetchPart
 from zmqtrain.heap import give_back, returning_blocks
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import MODEL, WITHOUT_RESUME
+from zmqtrain.train.checkpoint.handed_over import HandedOver
 from zmqtrain.train.checkpoint.layout import Layout
+from zmqtrain.train.checkpoint.payloads import Payloads
 from zmqtrain.train.checkpoint.recut import Recut, recut_averages, recut_servers, refuse_unsent_parts, tensors_of
 from zmqtrain.train.checkpoint.regroup import has_unsent, mean_state, regrouped
 from zmqtrain.train.checkpoint.spool import Spool
@@ -53,6 +57,10 @@ BATCH_SIZE = "[compute] batch_size"
 COMPILED = "_orig_mod."
 #: Freed blocks of this size and more go back at once while whole tensors are gathered and sent: the heap would keep a hole of each.
 _RETURNED_BYTES = 1 << 20
+
+
+#: Takes a part: its name, its tensors, and its values.
+_Put = Callable[[str, Mapping[str, Tensor], Mapping[str, Any]], Awaitable[None]]
 
 
 class Keeps(Protocol):
@@ -90,6 +98,10 @@ class Saver:
     """Whether any worker may turn out to be the first one that is there, from which the others take their parameters."""
     members: tuple[int, ...] | None = None
     """The ranks that train, if these may be fewer than the run's workers."""
+    mark: Mark = ()
+    """Of the grid on which the run trains, if it may be another one than the job's."""
+    source: FetchPart | None = None
+    """Where parts come from; ``None``: from the coordinator."""
     whole: bool = False
     """Whether each worker of a group keeps all of what averaging keeps, and not a part of it."""
 
@@ -98,15 +110,33 @@ class Saver:
         change in the meantime.
 
         All workers of a group that divides its model call it together."""
+        await self._keep(step, replica, exchange, device, PartConverter.of(replica.model), partial(self._send, step))
+
+    async def hand_over(
+        self, into: HandedOver | None, step: int, replica: TorchReplica, exchange: Exchange, device: Device, parts: PartConverter
+    ) -> None:
+        """As `save`, and with the run's model, for other workers instead of the coordinator. ``parts`` says who calls it together;
+        the first of them hands over what it then has ``into`` that, the others into nothing."""
+
+        async def put(name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+            if into is not None:
+                into.put(name, tensors, values)
+
+        parts.require_all(_state(replica.model))
+        await self._keep(step, replica, exchange, device, parts, put)
+        await put(MODEL, await device.run(lambda: _gathered(parts, _state(replica.model))), {"step": step})
+
+    async def _keep(
+        self, step: int, replica: TorchReplica, exchange: Exchange, device: Device, parts: PartConverter, put: _Put
+    ) -> None:
         values: dict[str, Any] = {"step": step, "settings": dict(self.settings)}
         if self.members is not None:
             values[MEMBERS] = list(self.members)
-        parts = PartConverter.of(replica.model)
         if self.kind != "model_server":
             own = optimizer_state(replica.model, replica.optimizer) | (_parameters(replica) if self._apart else {})
             state = await device.run(lambda: _gathered(parts, own))
             if self._keeps_group:
-                await self._send(step, self._group_part, state, values)
+                await put(self._group_part, state, values)
         tensors, random = random_state(device.torch_device)
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         tensors |= await device.run(lambda: parts.whole(buffers))
@@ -123,7 +153,7 @@ class Saver:
             # These are each worker's own, even if the model is divided, as are the gradients that it will add to them.
             tensors |= {f"gradient/{name}": gradient for name, gradient in replica.memory.added_up().items()}
             values |= {"added up": added, "weight": replica.weight}
-        await self._send(step, f"worker-{self.rank}", tensors, values)
+        await put(f"worker-{self.rank}", tensors, values)
 
     async def begin_with_weights(self, replica: TorchReplica) -> None:
         """Fill the model from the checkpoint named by ``[job] weights``; apart from that the run begins at step 0."""
@@ -214,7 +244,7 @@ class Saver:
         found = [await self._restore_into(f"{AS_KEPT}group-{group}", {}, parts) for group in groups]
         there = [state for state in found if state]  # a part has parameters, too, unless its group was lost
         if not there:
-            neighbour = (await self._kept(self.timeout_s, f"group-{first}")).sidecar[STANDS_IN]
+            neighbour = (await self._kept(f"group-{first}")).sidecar[STANDS_IN]
             assert isinstance(neighbour, int)
             there = [await self._restore_into(AS_KEPT + self._group_part_of(neighbour), {}, parts)]
         return mean_state([{name: each for name, each in state.items() if name.startswith("optimizer/")} for state in there])
@@ -230,7 +260,7 @@ class Saver:
         others: list[Any] = []
         with taking_back(own.name):
             if has_unsent(self.kind, kept):
-                others = [(await self._kept(self.timeout_s, f"worker-{rank}")).sidecar.get("exchange", {}) for rank in ranks]
+                others = [(await self._kept(f"worker-{rank}")).sidecar.get("exchange", {}) for rank in ranks]
             now = self.groups * (size if everyone else 1)
             # Each push is applied by itself, or as a part of a mean.
             share = 1.0 if self.kind != "model_server" or exchange.synchronous else was / self.groups
@@ -275,7 +305,7 @@ class Saver:
                 "the checkpoint says how far each worker has read its stream, which is divided in another way among "
                 f"{self.size[1]} columns: resume with a grid of {own.sidecar.get('columns')!r:.20} columns"
             )
-        fetch = partial(self._kept, self.timeout_s)
+        fetch = self._kept
         if self.kind == "averaging":
             wholes = bool(own.sidecar.get(WHOLE)), self.whole
             return await recut_averages(was, now, self.group % groups, self.position, own, fetch, whole=wholes)
@@ -295,9 +325,9 @@ class Saver:
         pieces = kept.get("pieces") if isinstance(kept, Mapping) else None
         return isinstance(pieces, list) and pieces != exchange.division(replica)
 
-    async def _kept(self, timeout_s: float, name: str) -> Part:
+    async def _kept(self, name: str) -> Part:
         """A part as the run that wrote the checkpoint named it."""
-        part = await fetch_part(self.endpoint, AS_KEPT + name, timeout_s=timeout_s)
+        part = await self._fetch(AS_KEPT + name)
         assert part is not None, "the run resumes a checkpoint"
         return part
 
@@ -316,7 +346,7 @@ class Saver:
 
     async def _begin_like_served(self, neighbour: int, replica: TorchReplica, exchange: Exchange) -> None:
         """As `_begin_like`, with servers: a worker's own are only the buffers, and where its data goes on, which all share."""
-        own = await self._kept(self.timeout_s, f"worker-{neighbour}")
+        own = await self._kept(f"worker-{neighbour}")
         self._take_course(own)
         buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers()}
         _fill(own.name, buffers, PartConverter.of(replica.model).cut(tensors_of(own)))
@@ -337,7 +367,7 @@ class Saver:
         if self.kind == "model_server":
             await self._begin_like_served(neighbour, replica, exchange)
             return
-        own = await self._kept(self.timeout_s, f"worker-{neighbour}")
+        own = await self._kept(f"worker-{neighbour}")
         self._take_course(own)
         was = self._groups_of(own)
         await self._restore_into(MODEL, _state(replica.model), parts)
@@ -390,11 +420,13 @@ class Saver:
 
     async def _send(self, step: int, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         with _lean(tensors):
-            await send_part(self.endpoint, step, name, _Payloads(tensors), values, timeout_s=self.timeout_s)
+            await send_part(self.endpoint, step, name, Payloads(tensors), values, timeout_s=self.timeout_s, mark=self.mark)
 
     async def _fetch(
         self, name: str, into: Mapping[str, Payload] | None = None, keep: Callable[[str, Payload], Payload] | None = None
     ) -> Part | None:
+        if self.source is not None:
+            return await self.source(name, into, keep)
         return await fetch_part(self.endpoint, name, timeout_s=self.timeout_s, into=into, keep=keep)
 
     async def _restore_into(self, name: str, targets: Mapping[str, Tensor], parts: PartConverter) -> dict[str, Tensor]:
@@ -490,33 +522,25 @@ def _gathered(parts: PartConverter, tensors: Mapping[str, Tensor], to: int = 0) 
 
 
 async def send_model(
-    endpoint: Endpoint, step: int, state: Mapping[str, Tensor], about: Mapping[str, Value], *, alone: bool, timeout_s: float
+    endpoint: Endpoint,
+    step: int,
+    state: Mapping[str, Tensor],
+    about: Mapping[str, Value],
+    *,
+    alone: bool,
+    timeout_s: float,
+    mark: Mark = (),
 ) -> None:
     """Send the run's model at ``step``, as a part of its checkpoint or ``alone``; on return it is on disk."""
     values = {"step": step, **about}
     with _lean(state):
-        await (send_alone if alone else send_part)(endpoint, step, MODEL, _Payloads(state), values, timeout_s=timeout_s)
+        send = send_alone if alone else send_part
+        await send(endpoint, step, MODEL, Payloads(state), values, timeout_s=timeout_s, mark=mark)
 
 
 def _lean(state: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """Around the sending of tensors that are not in memory before."""
     return returning_blocks(_RETURNED_BYTES) if isinstance(state, Spool) else nullcontext()
-
-
-class _Payloads(Mapping[str, Payload]):
-    """Tensors as payloads, each made when it is asked for."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Payload:
-        return TensorPayload.of(self._tensors[name].detach().cpu().contiguous())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
