@@ -84,6 +84,7 @@ class GridRun:
         self._standing: Standing | None = None
         self._changes = -1  # of the view that it is about
         self._changing = False  # whether this worker forms the next era
+        self._attempt = 0  # the number of the newest one to form an era, of all in the run
         self._viewed = asyncio.Event()
         self._draining: set[asyncio.Task[None]] = set()
         self._spare_stop = StopPoint(context.endpoint, timeout_s=context.timeouts.barrier_s)
@@ -245,6 +246,8 @@ class GridRun:
         living = self._living(view)
         life = self._life
         newest = await self._agree(view, "newest", -1 if life is None else life.commit.counted)
+        # Not the view's version: some may have a newer one, of which only those hear who ask.
+        self._attempt = await self._agree(view, "attempt", self._attempt + 1)
         if standing.number < 0 and self._membership.late and len(living) < self._rows:
             raise TooLateError(self._context.role.peer, "those that have trained are gone")
         if standing.gone:
@@ -255,7 +258,7 @@ class GridRun:
         if life is not None:
             await life.work.rest_at(newest)
             life.loop.counts_up_to(newest)
-        scope = f"era/{era.number}/{view.version}"
+        scope = f"era/{era.number}/{self._attempt}"
         async with self._in_scope(scope, newest + 1, standing.givers) as (endpoint, fetch, handed):
             if self._context.role.peer in era.peers:
                 async with self._newer_than(view.changes) as changed:

@@ -16,9 +16,10 @@ from torch import nn
 
 from tests.train.world import Recipe, network_of, run, topology_of
 from zmqtrain.errors import CheckpointError
-from zmqtrain.exchange.checkpoint_part import COMMITTED, fetch_part, send_nothing, send_part, wait_committed
+from zmqtrain.exchange.checkpoint_part import COMMITTED, SAVE, fetch_part, pack_manifest, send_nothing, send_part, wait_committed
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.simulate.clock import run_virtual
+from zmqtrain.simulate.succession import Records
 from zmqtrain.train.checkpoint.collector import MOST_INCOMPLETE, CheckpointCollector
 from zmqtrain.train.checkpoint.folder import (
     META,
@@ -336,3 +337,48 @@ async def test_groups_too_far_apart_lose_incomplete_checkpoints_but_not_the_olde
     assert os.listdir(tmp_path) == ["step-00000001"]
     await one.close()
     await coordinator.close()
+
+
+async def test_workers_on_another_grid_write_the_checkpoint_that_others_had_begun(tmp_path: Path) -> None:
+    """Two of four had sent their parts when one was lost, and part of one is still on its way."""
+    network, shape = MemoryNetwork(), RunShape("allreduce", 1, 4, 0)
+    coordinator, one, two = (network.endpoint(peer) for peer in ("coordinator", "worker/0", "worker/3"))
+    for worker in (one, two):
+        worker.add_peer("coordinator", coordinator.address)
+    collector = CheckpointCollector(coordinator, tmp_path, shape)
+    running = asyncio.create_task(collector.run())
+    try:
+        await send_part(one, 5, "worker-0", payloads(TENSORS), {"step": 5}, timeout_s=5)
+        await two.send("coordinator", (SAVE, 5, "worker-1"), pack_manifest(payloads(TENSORS), {"step": 5}))
+        for name in ("model", "group-0", "worker-0"):
+            await send_part(one, 5, name, payloads(TENSORS), {"step": 5, "new": True}, timeout_s=5, mark=(1, 2))
+        await send_part(one, 5, "worker-2", {}, {"step": 5}, timeout_s=5)  # of the grid before: nobody waits for it
+        await send_part(two, 5, "worker-1", {}, {"step": 5}, timeout_s=5, mark=(1, 2))
+        assert await wait_committed(two, 5, timeout_s=5)
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+    kept = Checkpoint(tmp_path / "step-00000005")
+    assert kept.shape == replace(shape, group_size=2)
+    assert kept.part("worker-0")[1] == {"step": 5, "new": True}
+    await asyncio.gather(*(each.close() for each in (coordinator, one, two)))
+
+
+async def test_a_collector_that_takes_over_knows_on_which_grid_a_checkpoint_is_written(tmp_path: Path) -> None:
+    shape, written = RunShape("allreduce", 1, 4, 0), bytearray()
+    for number, parts in enumerate((("model", "group-0", "worker-0"), ("worker-1",))):
+        network, journal = MemoryNetwork(), Records(written, None, lambda: None)
+        coordinator, one = network.endpoint("coordinator"), network.endpoint("worker/0")
+        one.add_peer("coordinator", coordinator.address)
+        collector = CheckpointCollector(coordinator, tmp_path, shape, journal=journal)
+        running = asyncio.create_task(collector.run())
+        for name in parts:
+            await send_part(one, 5, name, {}, {"step": 5}, timeout_s=5, mark=(3, 2))
+        if number:
+            assert await wait_committed(one, 5, timeout_s=5)
+        journal.superseded = not number
+        running.cancel()
+        await asyncio.wait({running})
+        await asyncio.gather(one.close(), coordinator.close())
+    assert Checkpoint(tmp_path / "step-00000005").shape.group_size == 2
+    assert not [name for name in journal.ledger if name.startswith(("grid/", "part/"))]
