@@ -156,10 +156,19 @@ def test_gradients_that_were_not_exchanged_at_the_end_do_not_count(steps: int, f
     assert (found["why"] or "").startswith("they came after the last exchange") is (steps % 4 > 0)
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"job": {"elastic": False}},
+        {"job": {"elastic": True, "oversubscribe": True}, "compute": {"batch_size": 10, "group_size": 4, "grid": "2x2"}},
+    ],
+)
 @pytest.mark.parametrize(("begins", "first", "kept"), [(0, None, 8), (0, 0, 8), (None, None, 0), (None, 4, 4)])
-def test_what_a_checkpoint_counts_whose_workers_have_reported_nothing(begins: int | None, first: int | None, kept: int) -> None:
+def test_what_a_checkpoint_counts_whose_workers_have_reported_nothing(
+    begins: int | None, first: int | None, kept: int, sections: dict[str, Any]
+) -> None:
     """They were stopped in the moment in which they wait with their reports; a resumed run's first step is theirs to say."""
-    topology = Topology.from_dict({"job": {"elastic": False}, "compute": {"batch_size": 10}, "exchange": {"kind": "allreduce"}})
+    topology = Topology.from_dict({"compute": {"batch_size": 10}, "exchange": {"kind": "allreduce"}, **sections})
     account = SampleAccount(begins)
     if first is not None:
         account.add("worker/0", {"kind": "start", "step": first, "values": {}})

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -89,6 +90,8 @@ class Trained:
     """The first step of each grid but the first one, its form, and its workers."""
     steps: dict[str, list[int]] = field(default_factory=dict)
     """The steps that each worker has reported."""
+    took_s: list[float] = field(default_factory=list)
+    """How long they took."""
     restarts: list[int | None] = field(default_factory=list)
     """The checkpoints from which the run as a whole has begun again."""
 
@@ -103,6 +106,7 @@ def trained(
             values = event.get("values") or {}
             if event["kind"] == "step":
                 told.steps.setdefault(peer, []).append(event["step"])
+                told.took_s.append(values["seconds"])
             elif event["kind"] == "view":
                 found = (event["step"], values["reason"].rpartition(" ")[2], tuple(values["members"]))
                 told.grids += [found] if found not in told.grids else []
@@ -201,3 +205,9 @@ def test_all_stop_together_also_while_the_next_grid_is_formed(alone: Mapping[str
     result = simulate(topology("2x2"), options=options)
     assert (result.ending.status, result.broken) == ("done", [])
     require_equal(load_file(tmp_path / "model.safetensors"), alone)
+
+
+def test_its_price_is_that_all_wait_for_all_in_each_step(tmp_path: Path) -> None:
+    """Two messages one after another, for four workers."""
+    usual, elastic = (trained(tmp_path / str(choice), "2x2", elastic=choice) for choice in (False, True))
+    assert median(elastic.took_s) - median(usual.took_s) == pytest.approx(2e-3, rel=0.1)
