@@ -50,7 +50,11 @@ def task() -> Task:
 
 @pytest.fixture(scope="module")
 def alone() -> Mapping[str, Tensor]:
-    """What one process makes of the model."""
+    return of_one_process()
+
+
+def of_one_process(clip_norm: float = 0.0) -> Mapping[str, Tensor]:
+    """What it makes of the model."""
     seed_everything(1)
     model = network()
     own = optimizer(model.parameters())
@@ -59,12 +63,14 @@ def alone() -> Mapping[str, Tensor]:
         rows = slice(step * BATCH, (step + 1) * BATCH)
         own.zero_grad()
         nn.functional.cross_entropy(model(X[rows]), Y[rows]).backward()
+        if clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         own.step()
         schedule.step()
     return model.state_dict()
 
 
-def topology(grid: str, **job: Any) -> Topology:
+def topology(grid: str, clip_norm: float = 0.0, **job: Any) -> Topology:
     rows, columns = map(int, grid.split("x"))
     return Topology.from_dict(
         {
@@ -72,6 +78,7 @@ def topology(grid: str, **job: Any) -> Topology:
             "hosts": [{"name": f"h[1-{rows * columns}]", "slots": 1}],
             "compute": {"group_size": rows * columns, "grid": grid, "batch_size": BATCH, "bucket_size": 512},
             "exchange": {"kind": "allreduce"},
+            "optimizer": {"clip_norm": clip_norm},
             "parallel": {"verify": False},
             "network": {"bandwidth": "1 Gbit/s", "latency": "1 ms"},
             "data": {"shuffle": "none"},
@@ -211,3 +218,11 @@ def test_its_price_is_that_all_wait_for_all_in_each_step(tmp_path: Path) -> None
     """Two messages one after another, for four workers."""
     usual, elastic = (trained(tmp_path / str(choice), "2x2", elastic=choice) for choice in (False, True))
     assert median(elastic.took_s) - median(usual.took_s) == pytest.approx(2e-3, rel=0.1)
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_gradients_are_clipped_by_the_norm_of_the_whole_whenever_a_worker_is_lost(tmp_path: Path, moment: int) -> None:
+    """Which needs a worker of each row: it is done before a step counts."""
+    run = trained(tmp_path, "2x2", kill(f"worker/{moment % 4}", at=0.045 + 0.002 * moment), clip_norm=0.3)
+    assert len(run.grids) == 1
+    require_equal(run.model, of_one_process(0.3))

@@ -6,14 +6,15 @@ that no worker updates its parameters before it knows that all workers have the 
 
     own sums are complete ──> summed ──(barrier of all workers)──> counted ──> the parameters are updated
 
-If any worker has come as far as *counted*, all have at least *summed*, and can update, too, whoever is lost then. If none has, none
-has updated. So the newest step that counts anywhere is what the survivors agree on.
+(Gradients that are clipped by the norm of the whole model are clipped before, as that, too, needs a worker of each row.) If any
+worker has come as far as *counted*, all have at least *summed*, and can update, too, whoever is lost then. If none has, none has
+updated. So the newest step that counts anywhere is what the survivors agree on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +34,8 @@ class StepCommit:
         """The newest step of which this worker has all sums."""
         self.counted = -1
         """The newest step of which it knows that all workers have all sums."""
+        self.prepare: Callable[[], Awaitable[None]] | None = None
+        """Does what is to be done with the sums for which others are needed."""
 
     def begin(self, step: int) -> None:
         """The era begins with ``step``."""
@@ -40,6 +43,8 @@ class StepCommit:
 
     async def all_have(self, group: Group, step: int) -> None:
         """This worker has all sums of ``step``. Returns once that is so of all of ``group``, the workers of the era."""
+        if self.prepare is not None:
+            await self.prepare()
         self.summed = step
         await barrier(group, ("all have", step))
         self.counted = step

@@ -138,7 +138,7 @@ class Job(Section):
         '(without float16, deltas, parts and ring = "tensors") and gossip (without float16, parts and ring = "tensors"), and with '
         "all-reduce, unless gradients are compressed; with all-reduce, and averaging or gossip among groups of several, gradients "
         "then travel in messages also within a host. A grid of one row needs local statistics of batch norm; one of several rows "
-        "needs all-reduce, one group and several columns, and has no compression, every, parts, float16, clip_norm, sample ring, "
+        "needs all-reduce, one group and several columns, and has no compression, every, parts, float16, sample ring, "
         "and no layers on grids of their own.",
     )
     on_resize: Literal["keep", "sqrt", "linear"] = Field(

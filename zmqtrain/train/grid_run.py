@@ -295,7 +295,7 @@ class GridRun:
         context = self._context_of(era, endpoint, GridEra(self._mark_of(era), commit, fetch))
         members = EraMembers(endpoint, era.peers, gate, timeout_s=self._timeouts.barrier_s)
         work = await TorchWork.make(context, members, self._task)
-        self._task = work.task
+        self._task, commit.prepare = work.task, work.prepare_update
         running = asyncio.get_running_loop()
         ready: asyncio.Future[int] = running.create_future()
         go: asyncio.Future[None] = running.create_future()

@@ -180,6 +180,7 @@ class TorchReplica:
         """Called before a forward takes a bucket."""
         self.waited_s = 0.0
         """Seconds for which this step's forward and backward have waited for parameters: exposed communication."""
+        self._prepared = -1  # the newest step for whose update all is done that needs others
         self.updated = -1
         """The newest step with whose gradients all parameters were updated at once (`update`)."""
         self.update_s = 0.0
@@ -548,15 +549,26 @@ class TorchReplica:
             self._update()
         self.update_s += self._device.clock() - start
 
-    def _update(self) -> None:
+    def prepare_update(self) -> None:
+        """Do the part of the next `update` for which it needs others: gradients are clipped by the norm of the whole model."""
+        self._take_sums()
+        self.clip_norm(self.settings.clip_norm)
+        self._prepared = self._step
+
+    def _take_sums(self) -> None:
         staging = self._device.staging
         for index, held in enumerate(self._held):
             unreached = held.parts.unreached(held.host_sums)
             if staging is not None:
                 staging.to_device(held.host_sums, held.gradients, partial(self._read, index))()
             self._point_at_sums(held, unreached)
+
+    def _update(self) -> None:
+        staging, prepared = self._device.staging, self._prepared == self._step
+        if not prepared:
+            self._take_sums()
         if self.loss_scale is None or self.judged(self.memory.finite(), self._step):
-            if self.settings.clip_norm > 0:
+            if self.settings.clip_norm > 0 and not prepared:
                 self.clip_norm(self.settings.clip_norm)
             own = nullcontext() if is_torchs_own(self.optimizer) else self._drawn_alike()
             with user_code("the optimizer's step()"), own, multiplied(self.optimizer, self.rate):

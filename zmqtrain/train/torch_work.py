@@ -312,6 +312,11 @@ class TorchWork:
         mark = () if context.era is None else context.era.mark
         await send_model(endpoint, step, state, about, alone=alone, timeout_s=context.timeouts.barrier_s, mark=mark)
 
+    async def prepare_update(self) -> None:
+        """All gradients of the step are summed: do what needs others before the update (`TorchReplica.prepare_update`)."""
+        if self._context.topology.optimizer.clip_norm:
+            await self._device.run(self._replica.prepare_update)
+
     async def rest_at(self, step: int) -> None:
         """Training has broken off, and the replica was aborted: become what it is after ``step`` (`TorchReplica.rest_at`)."""
         await self._device.run(partial(self._replica.rest_at, step))
