@@ -182,8 +182,8 @@ def test_one_after_another_down_to_one_column(alone: Mapping[str, Tensor], tmp_p
 def test_one_that_comes_back_makes_the_grid_larger_again(alone: Mapping[str, Tensor], tmp_path: Path) -> None:
     run = trained(tmp_path, "2x2", restart("worker/1", step=1, after=0.025))
     (lost_at, smaller, _), (back_at, larger, workers) = run.grids
-    assert (lost_at, smaller, larger) == (1, "2x1", "2x2")
-    assert back_at > lost_at
+    assert (smaller, larger) == ("2x1", "2x2")
+    assert lost_at < back_at
     assert set(workers) == {f"worker/{rank}" for rank in range(4)}
     assert run.steps["worker/0"] == list(range(STEPS)), "nothing is given up for it"
     require_equal(run.model, alone)

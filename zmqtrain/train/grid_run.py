@@ -42,7 +42,7 @@ from zmqtrain.waiting import abandoned
 from zmqtrain.wire.payload import Payload, Value
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from zmqtrain.train.task import Task
 
@@ -130,7 +130,7 @@ class GridRun:
         self._placed.set()
         late = False
         while True:
-            async with self._newer_than(self._changes) as changed:
+            async with self._view(lambda view: view.changes != self._changes) as changed:
                 await asyncio.wait({life.task, changed}, return_when=asyncio.FIRST_COMPLETED)
             view = self._membership.view
             lost = life.era.lost(self._living(view))
@@ -248,10 +248,11 @@ class GridRun:
         newest = await self._agree(view, "newest", -1 if life is None else life.commit.counted)
         # Not the view's version: some may have a newer one, of which only those hear who ask.
         self._attempt = await self._agree(view, "attempt", self._attempt + 1)
-        if standing.number < 0 and self._membership.late and len(living) < self._rows:
-            raise TooLateError(self._context.role.peer, "those that have trained are gone")
+        if standing.number < 0 and not await self._agree(view, "first", not self._membership.late):
+            await self._come_too_late(view)
         if standing.gone:
-            await self._give_up(standing)
+            rows = " and ".join(str(row) for row in standing.gone)
+            await self._give_up(f"no worker is left that has the part of the model of row {rows} of the grid")
         era = next_era(standing, living, self._most)
         if era is None:
             raise PeerLostError("all others", f"{len(living)} workers are left, and the grid has {self._rows} rows")
@@ -261,18 +262,19 @@ class GridRun:
         scope = f"era/{era.number}/{self._attempt}"
         async with self._in_scope(scope, newest + 1, standing.givers) as (endpoint, fetch, handed):
             if self._context.role.peer in era.peers:
-                async with self._newer_than(view.changes) as changed:
+                # Others who have come meanwhile wait until it has begun.
+                async with self._view(lambda newer: any(self._living(newer).get(p) != i for p, i in living.items())) as lost:
                     making = asyncio.create_task(
                         self._make(era, endpoint, fetch, handed, newest + 1, standing.givers), name="form the next grid"
                     )
-                    await asyncio.wait({making, changed}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({making, lost}, return_when=asyncio.FIRST_COMPLETED)
                     if not making.done():
                         if self._next is not None:
-                            self._next.loop.work.replica.abort(ConnectivityError("others were lost, or have come"))
+                            self._next.loop.work.replica.abort(ConnectivityError("another worker was lost"))
                         await abandoned({making})
                         return False
                     await making
-            await self._agree(view, "begun", 0)
+            await self._membership.agree(f"grid/begun/{self._attempt}", 0, tuple(living))
         before, self._era = self._era, era
         self._standing = Standing(era.number, era.columns, tuple(era.holders(row, self._all) for row in range(self._rows)))
         self._life, self._next = self._next, None
@@ -365,11 +367,16 @@ class GridRun:
             era=of,
         )
 
-    async def _give_up(self, standing: Standing) -> None:
-        rows, lost = " and ".join(str(row) for row in standing.gone), self._membership.view.lost.values()
-        reason = f"no worker is left that has the part of the model of row {rows} of the grid ({'; '.join(lost)})"
+    async def _give_up(self, reason: str) -> None:
+        lost = self._membership.view.lost
         await self._membership.need_all(reason)
-        raise PeerLostError("the last worker of a row", reason, waiting_for="the next grid")
+        raise PeerLostError(", ".join(lost) or "other workers", "; ".join([reason, *lost.values()]), waiting_for="the next grid")
+
+    async def _come_too_late(self, view: View) -> None:
+        """Nobody is there who has been there from the beginning."""
+        if any(peer not in view.members and peer not in view.lost for peer in self._all):
+            raise TooLateError(self._context.role.peer, "the others have trained all there was")
+        await self._give_up("no worker is left that has anything of the model")
 
     def _record(self, view: View, era: Era, before: Era | None, first: int) -> None:
         self._context.recorder.audit("grid", number=era.number, rows=era.rows, workers=era.peers)
@@ -437,11 +444,11 @@ class GridRun:
                 raise error
 
     @asynccontextmanager
-    async def _newer_than(self, changes: int) -> AsyncIterator[asyncio.Task[None]]:
-        """A task that ends once others can take part than in the view with so many ``changes``."""
+    async def _view(self, expected: Callable[[View], bool]) -> AsyncIterator[asyncio.Task[None]]:
+        """A task that ends once there is a view such as is ``expected``."""
 
         async def wait() -> None:
-            while self._membership.view.changes == changes:
+            while not expected(self._membership.view):
                 self._viewed.clear()
                 await self._viewed.wait()
 
