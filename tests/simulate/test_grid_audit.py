@@ -7,9 +7,10 @@ def test_a_row_is_gone_when_all_are_lost_that_had_it() -> None:
     audit = GridAudit()
     audit.lost(["a"])
     assert not audit.a_row_is_gone, "nobody has anything yet"
+    assert audit.may_give_up
     audit.begins(0, 2, ["a", "b", "c", "d"])  # columns a b and c d
     audit.lost(["b"])
-    assert audit.a_row_is_gone is False
+    assert audit.a_row_is_gone is audit.may_give_up is False
     audit.joined("b")
     audit.lost(["d"])
     assert audit.a_row_is_gone, "another process of that name has nothing of it"

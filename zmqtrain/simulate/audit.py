@@ -285,10 +285,8 @@ class Auditor:
             self._grids.lost([peer, *(role.peer for role in self._placement.of_host(peer.removeprefix("agent/")))])
         elif kind == "join":
             self._grids.joined(peer)
-        elif kind == "not elastic":
-            self._grids.given_up = True
-            if not self._grids.a_row_is_gone:
-                self.note("the run gave up, although a worker of each row of its grid was there")
+        elif kind == "not elastic" and not self._grids.may_give_up:
+            self.note("the run gave up, although a worker of each row of its grid was there")
 
     def launcher_died(self) -> None:
         """A launcher has died. Another one goes on only with what all know: that all have joined."""

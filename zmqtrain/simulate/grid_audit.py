@@ -14,8 +14,6 @@ class GridAudit:
         self._number, self._rows = -1, 1
         self._workers: tuple[PeerId, ...] = ()
         self._lost: dict[PeerId, bool] = {}  # those that were lost: whether another process has come in their place
-        self.given_up = False
-        """The run has said that it cannot go on without a worker of each row."""
 
     def begins(self, number: int, rows: int, workers: Sequence[PeerId]) -> None:
         """Workers, by their positions, train on a grid, the newest of so many."""
@@ -34,6 +32,11 @@ class GridAudit:
         """A process has come; it has nothing yet."""
         if peer in self._lost:
             self._lost[peer] = True
+
+    @property
+    def may_give_up(self) -> bool:
+        """Whether nobody could go on, as far as is known: before the first grid, all may be gone that have been there."""
+        return not self._workers or self.a_row_is_gone
 
     @property
     def a_row_is_gone(self) -> bool:
