@@ -58,6 +58,8 @@ async def test_requests_reach_the_same_scope_only_and_none_that_has_ended() -> N
         await mine.request("b", "method", 3, timeout=5)
     with pytest.raises(ConnectivityError, match="has ended"):
         await for_ever
+    with pytest.raises(ConnectivityError, match="has ended"):
+        await theirs.handler("method")
     await asyncio.gather(a.close(), b.close())
 
 

@@ -197,6 +197,7 @@ def test_without_the_last_worker_of_a_row_the_run_begins_again_from_its_checkpoi
     error = run.result.ending.error or {}
     assert "no worker is left that has the part of the model of row 0" in error["message"]
     assert run.result.ending.exit_code >= 128, "worth another try"
+    assert run.result.seconds < 2, "nobody waits for a time-out"
     back = restart("worker/0", at=0.08, after=0.001), restart("worker/2", at=0.08, after=0.001)
     run = trained(tmp_path / "again", "2x2", *back, checkpoint_every=2, restarts=1)
     assert run.restarts in ([2], [4])

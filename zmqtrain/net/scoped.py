@@ -27,6 +27,7 @@ class ScopedEndpoint:
         self._forget: list[Callable[[], None]] = []
         self._handlers: dict[str, Handler] = {}
         self._served: dict[str, asyncio.Future[Handler]] = {}
+        self._ended = False
 
     @property
     def address(self) -> str:
@@ -65,6 +66,8 @@ class ScopedEndpoint:
         before."""
         if method in self._handlers:
             return self._handlers[method]
+        if self._ended:
+            raise ConnectivityError(f"{self._scope} has ended")
         waiting = self._served.setdefault(method, asyncio.get_running_loop().create_future())
         return await asyncio.shield(waiting)
 
@@ -108,6 +111,7 @@ class ScopedEndpoint:
 
     def end(self) -> None:
         """It is not used any more: requests of peers that still do are refused, and losses are told to nobody."""
+        self._ended = True
         for forget in self._forget:
             forget()
         self._forget.clear()

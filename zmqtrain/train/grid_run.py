@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, TooLateError, ZmqTrainError
 from zmqtrain.exchange.base import Exchange
@@ -50,6 +50,14 @@ if TYPE_CHECKING:
 _END, _NEXT = 0, 1
 #: All agree on single numbers of at most 64 bits, in which there is room for several smaller ones.
 _MOST_COLUMNS, _MOST_STEPS = 1 << 20, 1 << 60
+
+
+class _NoMoreEras(Exception):
+    """Those that are there have agreed on what they need to know, and it follows that they cannot go on."""
+
+    def __init__(self, error: PeerLostError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(slots=True)
@@ -234,6 +242,8 @@ class GridRun:
             try:
                 if await self._try(view, self._standing):
                     return
+            except _NoMoreEras as end:
+                raise end.error from None
             except ConnectivityError as error:
                 await self._wait_for_newer(view, error)
             finally:
@@ -255,7 +265,7 @@ class GridRun:
             await self._give_up(f"no worker is left that has the part of the model of row {rows} of the grid")
         era = next_era(standing, living, self._most)
         if era is None:
-            raise PeerLostError("all others", f"{len(living)} workers are left, and the grid has {self._rows} rows")
+            await self._give_up(f"{len(living)} workers are left, fewer than the {self._rows} rows of the grid")
         if life is not None:
             await life.work.rest_at(newest)
             life.loop.counts_up_to(newest)
@@ -367,15 +377,16 @@ class GridRun:
             era=of,
         )
 
-    async def _give_up(self, reason: str) -> None:
+    async def _give_up(self, reason: str) -> NoReturn:
         lost = self._membership.view.lost
         await self._membership.need_all(reason)
-        raise PeerLostError(", ".join(lost) or "other workers", "; ".join([reason, *lost.values()]), waiting_for="the next grid")
+        who, why = ", ".join(lost) or "other workers", "; ".join([reason, *lost.values()])
+        raise _NoMoreEras(PeerLostError(who, why, waiting_for="the next grid"))
 
-    async def _come_too_late(self, view: View) -> None:
+    async def _come_too_late(self, view: View) -> NoReturn:
         """Nobody is there who has been there from the beginning."""
         if any(peer not in view.members and peer not in view.lost for peer in self._all):
-            raise TooLateError(self._context.role.peer, "the others have trained all there was")
+            raise _NoMoreEras(TooLateError(self._context.role.peer, "the others have trained all there was"))
         await self._give_up("no worker is left that has anything of the model")
 
     def _record(self, view: View, era: Era, before: Era | None, first: int) -> None:
