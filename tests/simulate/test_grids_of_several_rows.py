@@ -151,17 +151,17 @@ def test_the_others_form_a_smaller_grid_and_take_its_parts_from_another_column(a
     require_equal(run.model, alone)
 
 
-@pytest.mark.parametrize("moment", range(10))
+@pytest.mark.parametrize("moment", range(6))
 def test_whenever_it_is_lost(alone: Mapping[str, Tensor], tmp_path: Path, moment: int) -> None:
     """A step takes 8 ms, a checkpoint as long: in forward and backward, in the sums, while all wait to count it, in between."""
     victim = f"worker/{moment % 4}"
-    run = trained(tmp_path, "2x2", kill(victim, at=0.045 + 0.0013 * moment), checkpoint_every=2)
+    run = trained(tmp_path, "2x2", kill(victim, at=0.045 + 0.0022 * moment), checkpoint_every=2)
     assert len(run.grids) == 1
     assert victim not in run.grids[0][2]
     require_equal(run.model, alone)
 
 
-@pytest.mark.parametrize("after_ms", [1, 9, 15, 19, 23])
+@pytest.mark.parametrize("after_ms", [1, 15, 21])
 def test_another_one_is_lost_while_the_next_grid_is_formed(alone: Mapping[str, Tensor], tmp_path: Path, after_ms: int) -> None:
     """Worker 2 is of the same row as worker 0: the last one that has this row gives its part to two others."""
     run = trained(tmp_path, "2x3", kill("worker/0", at=0.05), kill("worker/2", at=0.05 + 1e-3 * after_ms))
@@ -204,7 +204,7 @@ def test_without_the_last_worker_of_a_row_the_run_begins_again_from_its_checkpoi
     require_equal(run.model, alone)
 
 
-@pytest.mark.parametrize("at_ms", [54, 58, 62, 70, 74])
+@pytest.mark.parametrize("at_ms", [54, 62, 72])
 def test_all_stop_together_also_while_the_next_grid_is_formed(alone: Mapping[str, Tensor], tmp_path: Path, at_ms: int) -> None:
     """And what they have kept is resumed on the first grid."""
     run = trained(tmp_path, "2x2", kill("worker/1", at=0.055), status="preempted", preempt_at_s=1e-3 * at_ms)
