@@ -245,6 +245,8 @@ class GridRun:
             except _NoMoreEras as end:
                 raise end.error from None
             except ConnectivityError as error:
+                if isinstance(error, PeerLostError) and error.peer == COORDINATOR:  # while it handed out what a run resumes
+                    raise
                 await self._wait_for_newer(view, error)
             finally:
                 if self._next is not None:
