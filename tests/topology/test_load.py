@@ -277,12 +277,6 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
             "one group and a grid of several columns, such as 2x2",
         ),
         (
-            "[job]\nelastic = true\n[compute]\ngroup_size = 4\ngrid = '2x2'\nprecision = 'float16'\n",
-            "job.elastic",
-            2,
-            "on a grid of several rows, an elastic run cannot have float16",
-        ),
-        (
             "[job]\nelastic = true\n[compute]\ngroup_size = 4\ngrid = '2x2'\n[data]\nshuffle = 'ring'\n",
             "job.elastic",
             2,

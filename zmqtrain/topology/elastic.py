@@ -77,7 +77,6 @@ def _why_not_on_a_grid(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
         (exchange.compression != "none", "compression: a lost worker takes along what was not sent", ("exchange", "compression")),
         (exchange.every_steps(1) > 1, "every: what was added up belongs to workers", ("exchange", "every")),
         (compute.parts != "even", "parts: they divide the samples among fixed workers", ("compute", "parts")),
-        (compute.precision == "float16", "float16: the workers share its scale", ("compute", "precision")),
         (topology.data.shuffle == "ring", 'shuffle = "ring": samples would be lost with the worker', ("data", "shuffle")),
         (bool(topology.parallel.layers or topology.parallel.plan), "layers on grids of their own", ("parallel", "layers")),
         (job.on_resize != "keep", "on_resize: the batch of a step stays", ("job", "on_resize")),
