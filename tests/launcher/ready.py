@@ -42,6 +42,9 @@ PYTHON = "python"
 _ENTRY = "tests.launcher.ready_entry:main"
 #: What Python and torch read when they are imported: a launch that differs in it needs processes of its own.
 _AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "ONEDNN_", "TORCH", "CUDA_", "ZMQTRAIN_TEST_DEVICE")
+#: Of these, what is not read then. torch's compiler sets the folder of its cache, to the usual one, in the process of tests that
+#: has compiled something.
+_NOT_AT_IMPORT = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
 #: How long one thread that waits for a report may keep others from looking.
 _LOOK_S = 0.05
 
@@ -66,7 +69,7 @@ class ReadyProcess:
 
     def serves(self, environ: Mapping[str, str]) -> bool:
         """Whether what it has imported is what a process with this environment would."""
-        names = {name for name in {*environ, *self._environ} if name.startswith(_AT_IMPORT) and name != "PYTHONUNBUFFERED"}
+        names = {name for name in {*environ, *self._environ} if name.startswith(_AT_IMPORT) and name not in _NOT_AT_IMPORT}
         return all(environ.get(name) == self._environ.get(name) for name in names)
 
     def zygote(self, folder: Path, environ: Mapping[str, str], errors: int) -> tuple[Forked, socket.socket]:
