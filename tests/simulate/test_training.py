@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -385,3 +387,26 @@ def test_a_task_that_raises(tmp_path: Path) -> None:
     assert result.ending.exit_code == 3
     assert result.ending.error is not None
     assert "ZeroDivisionError" in result.ending.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "size"),
+    [
+        ({"exchange": {"kind": "allreduce", "staleness": "async"}}, 2),
+        ({}, 2),
+        ({"exchange": {"kind": "gossip", "staleness": "async"}}, 1),
+        ({"exchange": {"kind": "averaging", "staleness": "async"}}, 1),
+        ({"compute": {"grid": "2x1"}, "exchange": {"kind": "allreduce", "staleness": "async"}}, 2),
+    ],
+)
+def test_nothing_of_a_run_is_kept(sections: dict[str, Any], size: int, tmp_path: Path) -> None:
+    """Torch's own references are not seen by Python: models whose hooks refer to them were kept, those of all runs of a process."""
+    topology = topology_of(tmp_path, 2, size, **sections)
+    ending, recipe, _ = run(topology)
+    assert ending.ending.status == "done", ending
+    models = [weakref.ref(model) for model in recipe.models]
+    recipe.models.clear()
+    del ending
+    gc.collect()
+    assert models
+    assert not [model for model in models if model() is not None]

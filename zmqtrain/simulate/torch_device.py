@@ -46,3 +46,4 @@ class SimulatedTorch(ChargedTorch):
 
     async def close(self, timeout_s: float) -> None:
         await self._thread.close(timeout_s)
+        self.forget()

@@ -483,6 +483,7 @@ class TorchWork:
             await self._bridge.close()
         await self._batches.close(timeout_s)
         await self._device.close(timeout_s)
+        self.replica.release()  # torch keeps a model and what its hooks refer to for ever, if they refer to the model
 
     def _there(self, step: int) -> tuple[int, ...] | None:
         """The ranks that trained the previous step and are still present; ``None``: all, since no worker may be lost."""

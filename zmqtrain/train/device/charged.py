@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.topology.plan import NOMINAL_FLOPS
@@ -46,6 +47,7 @@ class ChargedTorch(ABC):
         self._micro_batches = compute.accumulate
         self._samples = 0
         self._forwards = 0
+        self._hooks: list[RemovableHandle] = []
 
     @abstractmethod
     def spend(self, seconds: float) -> None:
@@ -67,7 +69,9 @@ class ChargedTorch(ABC):
         # Where nothing else is known, a divided layer takes the share of the time that it has of the parameters.
         own_shares = {name: own_sizes[name] / all_sizes[name] for name in own_sizes if name in all_sizes} | dict(shares or {})
         layers = [
-            _ChargedLayer(self, module, times[name].part(own_shares[name])) for name, module in modules.items() if name in times
+            _ChargedLayer(self, self._hooks, module, times[name].part(own_shares[name]))
+            for name, module in modules.items()
+            if name in times
         ]
         share = sum(own_sizes.values()) / sum(all_sizes.values())
         update_s = 0.0 if self._profile is None else self._profile.update_s * share
@@ -81,14 +85,20 @@ class ChargedTorch(ABC):
             for layer in layers:  # those that are used without being called
                 layer.forward()
 
-        model.register_forward_pre_hook(begins, with_kwargs=True)
-        model.register_forward_hook(ends)
+        self._hooks += [model.register_forward_pre_hook(begins, with_kwargs=True), model.register_forward_hook(ends)]
         whole = _numel(optimizer)
 
         def updated(part: Optimizer, *_: object) -> None:  # the optimizer of all parameters, or of one bucket
             self.spend(update_s * self._speed_factor(self._step) * _numel(part) / whole)
 
-        optimizer.register_step_post_hook(updated)
+        self._hooks.append(optimizer.register_step_post_hook(updated))
+
+    def forget(self) -> None:
+        """Charge no more. A parameter whose hook refers to it, by way of this device, would be kept for ever: several runs of one
+        process would need the memory of all."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def charge(self, seconds: float) -> None:
         """Charge this much time, multiplied by the batch's samples if the profile's times are per sample. In the compute thread."""
@@ -109,15 +119,14 @@ class ChargedTorch(ABC):
 class _ChargedLayer:
     """A module with parameters of its own, and whether its time has been charged."""
 
-    def __init__(self, device: ChargedTorch, module: nn.Module, time: LayerTime) -> None:
+    def __init__(self, device: ChargedTorch, hooks: list[RemovableHandle], module: nn.Module, time: LayerTime) -> None:
+        """``hooks``: takes those that it registers."""
         self._device, self._time = device, time
         self._forward_due = self._backward_due = False
-        module.register_forward_hook(lambda *_: self.forward())
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
-                # Registered before the replica's own hook, which hands buckets over: a gradient is complete once its time has
-                # passed.
-                parameter.register_post_accumulate_grad_hook(lambda _: self._backward())  # type: ignore[no-untyped-call]
+        hooks.append(module.register_forward_hook(lambda *_: self.forward()))
+        # Registered before the replica's own hook, which hands buckets over: a gradient is complete once its time has passed.
+        trained = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+        hooks += [each.register_post_accumulate_grad_hook(lambda _: self._backward()) for each in trained]  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         self._forward_due = self._backward_due = True

@@ -41,6 +41,10 @@ class PacedTorch(ChargedTorch, CpuDevice):
 
         return await super().run(timed)
 
+    async def close(self, timeout_s: float) -> None:
+        await super().close(timeout_s)
+        self.forget()
+
     def _restart(self) -> None:
         self._until = self.clock()
 
