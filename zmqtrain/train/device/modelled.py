@@ -17,6 +17,8 @@ from zmqtrain.train.work import StepResult
 from zmqtrain.waiting import in_time
 from zmqtrain.wire.payload import Payload, Value
 
+#: Less than this is what is left of a sleep by the rounding of numbers.
+ROUNDING_S = 1e-9
 #: Successive layers without a bucket between them are one sleep of at most this many seconds. A slowdown that begins during a
 #: sleep takes effect after it.
 ONE_SLEEP_S = 0.005
@@ -280,9 +282,11 @@ class _Pace:
 
     async def work(self, duration_s: float) -> None:
         self._until += duration_s
-        left_s = self._until - asyncio.get_running_loop().time()
-        if left_s > 0:
+        clock = asyncio.get_running_loop().time
+        left_s = self._until - clock()
+        while left_s > ROUNDING_S:  # uvloop's timers may go off a millisecond early
             await asyncio.sleep(left_s)
+            left_s = self._until - clock()
 
 
 def _forward(layers: Sequence[Layer], bucket_of: dict[str, int]) -> Iterator[Stretch]:
