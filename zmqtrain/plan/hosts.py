@@ -127,7 +127,7 @@ class Spread:
             most(host, here * away),
             most(host, np.where(here > 1, here + 1, 0)),
             hosts,
-            tuple((many, slices, hosts) for many, (slices, hosts) in zip(number.tolist(), there.tolist(), strict=True)),
+            tuple((many, slices, across) for many, (slices, across) in zip(number.tolist(), there.tolist(), strict=True)),
         )
 
     def all_reduced(self, numel: int, itemsize: int) -> Sent:
@@ -144,7 +144,7 @@ class Spread:
         """Each group adds up its members' tensors on each host, in memory, and then slice by slice between hosts
         (`zmqtrain.exchange.sums.HostSums`): as many slices as its host with the fewest members has, each by one process of each
         host. What a process sends, and the elements that a host sends."""
-        sent = [(many * slices, all_reduce(-(-numel // slices), hosts, itemsize)) for many, slices, hosts in self.teams]
+        sent = [(many * slices, all_reduce(-(-numel // slices), across, itemsize)) for many, slices, across in self.teams]
         one = Sent(max(each.messages for _, each in sent), max(each.numel for _, each in sent))
         return one, sum(many * each.numel for many, each in sent)
 
@@ -228,13 +228,10 @@ def _moved(hosts: Hosts, held: Lie, needed: Lie) -> Moved:
     way = _route(hosts.main.size, held, needed)
     where = hosts.of(np.arange(hosts.main.size))
     if way.gatherings is not None:
-        links, hops = np.zeros(int(where.max()) + 1), 0
-        for each in way.gatherings:
-            around = sorted(each.members)
-            leaving = [one for one, other in zip(around, (*around[1:], around[0]), strict=True) if where[one] != where[other]]
-            np.add.at(links, where[leaving], 1)
-            hops = max(hops, min(len(around) - 1, len(leaving)))
-        return Moved(True, hops, float(links.max()))
+        if not way.gatherings:
+            return Moved(True, 0, 0.0)
+        rings = Spread.of(where[np.array([sorted(each.members) for each in way.gatherings])], every=True)
+        return Moved(True, rings.hops, float(rings.links))
     count, whole = int(where.max()) + 1, np.prod(way.shape)
     sent, received, messages = np.zeros(count), np.zeros(count), np.zeros(hosts.main.size)
     for piece in way.pieces:

@@ -138,7 +138,7 @@ def returned(problem: Problem, index: int, stage: Stage, placed: Placed, main: G
     return there, back
 
 
-def told(index: int, problem: Problem, stage: Stage, placed: Placed, main: Grid) -> int:
+def told(problem: Problem, index: int, stage: Stage, placed: Placed, main: Grid) -> int:
     """How many numbers of each sample the loss tells instead of gathering this layer's outputs; 0: it needs them whole, or they are
     not the model's. They stay divided only where their samples were given."""
     stays = placed.choice == "model" and stage.leaves_channels and (main.columns == 1 or placed.grid == main)
@@ -153,7 +153,7 @@ def _cost(change: Changes, nbytes: int) -> Cost:
 def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerCost:
     """What one layer of a plan sends, with the redistribution of its input, and what is brought to its outputs."""
     stage, how, pricing, before = divided(problem, placed, index), placed[index], problem.pricing, problem.graph.before[index]
-    first, last, joined = before is None, problem.graph.ends(index), 0
+    first, last, joined, main = before is None, problem.graph.ends(index), 0, main_grid(placed)
     there, back = brought(problem, placed, index)
     if before is not None:
         one, source = divided(problem, placed, before), placed[before]
@@ -163,11 +163,10 @@ def layer_cost(problem: Problem, placed: Sequence[Placed], index: int) -> LayerC
             moved = redistribution(problem, one, source, stage, how)
             there, back = there + moved[0], back + moved[1]
     if index == problem.graph.output:
-        main = main_grid(placed)
         for end in range(len(placed)):
             moved = returned(problem, end, divided(problem, placed, end), placed[end], main)
             there, back = there + moved[0], back + moved[1]
-    numbers = told(index, problem, stage, how, main_grid(placed))
+    numbers = told(problem, index, stage, how, main)
     cost = pricing.layer(stage, how, problem.batch, first=first, last=last, joined=joined, told=numbers)
     return replace(cost, redistribute=there, redistribute_back=back)
 
@@ -185,14 +184,18 @@ def price(problem: Problem, placed: Sequence[Placed], known: Known | None = None
 
 def price_there(problem: Problem, placed: Sequence[Placed], known: Known | None = None) -> PlanPrice:
     """The same where processes are on hosts as the problem's pricing has them."""
-    layers, main, known = [], main_grid(placed), {} if known is None else known
+    layers, main = [], main_grid(placed)
     every = [divided(problem, placed, index) for index in range(len(placed))]
     for index, (stage, how) in enumerate(zip(every, placed, strict=True)):
         forward_s, backward_s = problem.seconds(stage, how)
-        key = main, index, tuple(placed[each] for each in problem.graph.near(index))
-        if key not in known:
-            known[key] = layer_cost(problem, placed, index)
-        layers.append(LayerPrice(stage, how, known[key], forward_s, backward_s, problem.memory(stage, how)))
+        if known is None:
+            cost = layer_cost(problem, placed, index)
+        else:
+            key = main, index, tuple(placed[each] for each in problem.graph.near(index))
+            if key not in known:
+                known[key] = layer_cost(problem, placed, index)
+            cost = known[key]
+        layers.append(LayerPrice(stage, how, cost, forward_s, backward_s, problem.memory(stage, how)))
     seconds = problem.link.seconds
     compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
     waits_s = queue_s = 0.0  # in backward order: weight gradients queue for the network, and compute overlaps with it

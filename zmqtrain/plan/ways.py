@@ -73,7 +73,7 @@ def times_of(problem: Problem, index: int, state: State) -> Times:
         joined = joined_units(problem.stage(before, state.placed), stage)
     first, last = before is None, graph.ends(index)
     main = problem.main or Grid(problem.processes, 1)  # at least
-    numbers = told(index, problem, stage, state.placed, main)
+    numbers = told(problem, index, stage, state.placed, main)
     cost = problem.pricing.layer(stage, state.placed, problem.batch, first=first, last=last, joined=joined, told=numbers)
     times = Times.of(problem, stage, state.placed, cost)
     back_s = sum(problem.link.seconds(each) for each in returned(problem, index, stage, state.placed, main))
