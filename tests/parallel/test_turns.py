@@ -15,6 +15,7 @@ from zmqtrain.parallel import turns
 from zmqtrain.parallel.communicator import Fabric, Label
 from zmqtrain.parallel.turns import drawing, generator_state, generators_kept, turn
 from zmqtrain.testing.threads import run_ranks
+from zmqtrain.train.random_state import drawn_alike
 
 
 def test_ranks_draw_the_same_numbers_whoever_waits_in_between() -> None:
@@ -95,6 +96,24 @@ def test_generators_go_on_as_before_and_a_forked_process_may_read_them() -> None
     if not child:
         os._exit(not torch.equal(generator_state(), before))
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_keeps_the_generators_waits_for_ranks_that_draw() -> None:
+    """The check of a loss's weights put back what a rank beside it had drawn for its optimizer: the same noise twice."""
+    states: list[torch.Tensor] = []
+
+    def keeps() -> None:
+        with generators_kept():
+            states.append(generator_state())
+
+    second = threading.Thread(target=keeps)
+    before = generator_state()
+    with drawn_alike(torch.device("cpu"), [1]):
+        second.start()
+        second.join(0.05)  # by then it would have seen this rank's state if it did not wait
+        assert not states
+    second.join()
+    assert torch.equal(states[0], before)
 
 
 def test_the_package_reads_generators_in_one_place() -> None:

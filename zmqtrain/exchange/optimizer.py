@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.errors import CheckpointError, TaskError
 from zmqtrain.exchange.base import OptimizerSpec
-from zmqtrain.parallel.turns import generators_kept, turn
+from zmqtrain.parallel.turns import generators_kept
 from zmqtrain.wire.message import pack_value, unpack_value
 from zmqtrain.wire.payload import Value
 from zmqtrain.words import typed
@@ -105,7 +105,7 @@ def _keeps_with(name: str, settings: bytes, dtype: torch.dtype) -> frozenset[str
     tried.grad = torch.zeros_like(tried)
     group: Any = unpack_value(settings)
     try:
-        with turn(), generators_kept():
+        with generators_kept():
             like = build_optimizer(OptimizerSpec(name, (group,)), [[tried]])
             like.step()
     except (RuntimeError, TypeError, ValueError, TaskError):

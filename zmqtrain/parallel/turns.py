@@ -60,24 +60,6 @@ def generator_state(device: torch.device | int | None = None) -> Tensor:
 
 
 @contextmanager
-def generators_kept(devices: Iterable[torch.device | int] = ()) -> Iterator[None]:
-    """Afterwards torch's generators are as they were: `torch.random.fork_rng`, beside other threads (`generator_state`).
-
-    Args:
-        devices: the CUDA devices whose generators are kept, besides the processor's.
-    """
-    import torch
-
-    before, on_devices = generator_state(), {device: generator_state(device) for device in devices}
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
-        for device, state in on_devices.items():
-            torch.cuda.set_rng_state(state, device)
-
-
-@contextmanager
 def turn() -> Iterator[None]:
     """No other rank of this process draws random numbers meanwhile. A thread may have several within one another."""
     if _THREAD.holds:
@@ -89,6 +71,27 @@ def turn() -> Iterator[None]:
             yield
         finally:
             _THREAD.holds = False
+
+
+@contextmanager
+def generators_kept(devices: Iterable[torch.device | int] = ()) -> Iterator[None]:
+    """Afterwards torch's generators are as they were: `torch.random.fork_rng`, beside other threads (`generator_state`).
+
+    It takes a turn (`turn`): what another rank draws meanwhile would be drawn once more by the next one.
+
+    Args:
+        devices: the CUDA devices whose generators are kept, besides the processor's.
+    """
+    import torch
+
+    with turn():
+        before, on_devices = generator_state(), {device: generator_state(device) for device in devices}
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+            for device, state in on_devices.items():
+                torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager
