@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from importlib import import_module
 
 # Read when torch is imported, here and in what tests start. Tensors of tests are small, and each thread that computes, as a rank's,
@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 
-from tests import last_words
+from tests import environment, last_words
 from tests.order import in_order
 from tests.patience import pytest_timeout_cancel_timer, pytest_timeout_set_timer
 from tests.rewritten import compile_share
@@ -58,6 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    environment.BEFORE.update(os.environ)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    with environment.kept():
+        return (yield)
 
 
 def pytest_runtest_logstart() -> None:

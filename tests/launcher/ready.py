@@ -30,6 +30,8 @@ from typing import Self
 
 import msgpack
 
+from tests import environment
+from tests.environment import read_at_import
 from tests.patience import PATIENCE_S
 from zmqtrain.launcher.forkserver import ADOPTED, LARGEST_MESSAGE
 from zmqtrain.launcher.zygote import RUNNING, Zygote
@@ -40,11 +42,6 @@ ZYGOTE, FORK_SERVER = "zygote", "fork server"
 PYTHON = "python"
 #: What the process calls in each fork.
 _ENTRY = "tests.launcher.ready_entry:main"
-#: What Python and torch read when they are imported: a launch that differs in it needs processes of its own.
-_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "ONEDNN_", "TORCH", "CUDA_", "ZMQTRAIN_TEST_DEVICE")
-#: Of these, what is not read then. torch's compiler sets the folder of its cache, to the usual one, in the process of tests that
-#: has compiled something.
-_NOT_AT_IMPORT = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
 #: How long one thread that waits for a report may keep others from looking.
 _LOOK_S = 0.05
 
@@ -54,12 +51,12 @@ class ReadyProcess:
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._environ = dict(os.environ)
+        self._environ = dict(environment.BEFORE or os.environ)  # not what the first test that launches has changed
         self._numbers = itertools.count(1)  # 0 is its own
         self._reading = threading.Lock()
         self._started: dict[int, int] = {}  # the processes, by the numbers of their requests
         self._ended: dict[int, int] = {}
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environ = {**self._environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         command = (sys.executable, "-m", "zmqtrain.launcher.forkserver", str(theirs.fileno()), _ENTRY, str(os.getpid()))
         with theirs:
             self._process = subprocess.Popen(
@@ -69,8 +66,7 @@ class ReadyProcess:
 
     def serves(self, environ: Mapping[str, str]) -> bool:
         """Whether what it has imported is what a process with this environment would."""
-        names = {name for name in {*environ, *self._environ} if name.startswith(_AT_IMPORT) and name not in _NOT_AT_IMPORT}
-        return all(environ.get(name) == self._environ.get(name) for name in names)
+        return read_at_import(environ) == read_at_import(self._environ)
 
     def zygote(self, folder: Path, environ: Mapping[str, str], errors: int) -> tuple[Forked, socket.socket]:
         """Fork a zygote.
