@@ -17,6 +17,7 @@ from zmqtrain.plan.layers import DIVISIBLE, INPUT, LayerShape, Stage
 from zmqtrain.plan.link import Link
 from zmqtrain.plan.memory import Memory, memory
 from zmqtrain.plan.placed import Placed
+from zmqtrain.topology.main_grid import divides
 from zmqtrain.topology.suggest import did_you_mean
 
 #: Choices that divide a layer over rows.
@@ -167,7 +168,7 @@ class Problem:
 
 def main_grid(placed: Sequence[Placed]) -> Grid:
     """The grid whose columns are given a plan's samples: the first one by whose rows a layer is computed."""
-    return next((each.grid for each in placed if each.choice != "batch"), placed[0].grid)
+    return next((each.grid for each in placed if divides(each.choice, each.grid.rows)), placed[0].grid)
 
 
 @dataclass(frozen=True, slots=True)

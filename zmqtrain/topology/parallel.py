@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from zmqtrain.topology.compute import GRID, rows_and_columns
+from zmqtrain.topology.main_grid import divides
 from zmqtrain.topology.section import Section, Texts, _tuple
 
 #: How images are divided.
@@ -63,7 +64,7 @@ class Parallel(Section):
     def main_grid(self) -> str | None:
         """The grid of the first layer that rows divide, whose columns say which samples each worker has; ``None`` if there is
         none."""
-        divided = (each.grid for each in self.layers if each.choice != "batch" and rows_and_columns(each.grid)[0] > 1)
+        divided = (each.grid for each in self.layers if divides(each.choice, rows_and_columns(each.grid)[0]))
         return next(divided, None)
 
     def sizes(self) -> set[int]:

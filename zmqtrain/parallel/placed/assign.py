@@ -27,6 +27,7 @@ from zmqtrain.parallel.placed.parameters import hooked
 from zmqtrain.parallel.placement import Divisions
 from zmqtrain.parallel.plan import Choice, LayerPlan, Plan, Strips
 from zmqtrain.parallel.shard import Shard, one_range
+from zmqtrain.topology.main_grid import divides
 
 #: Norms with weights of each channel, which lie as channels do.
 ChannelNorm = (
@@ -76,7 +77,7 @@ class Assignment:
 
 def main_grid(plan: Plan | None, grid: Grid) -> Grid:
     """The grid whose columns say which samples a process is given: the first one by whose rows a layer is computed."""
-    return next((each.grid for each in plan or () if each.grid.rows > 1 and each.choice != "batch"), grid)
+    return next((each.grid for each in plan or () if divides(each.choice, each.grid.rows)), grid)
 
 
 def batch_grid(plan: Plan | None, grid: Grid) -> Grid:
@@ -85,7 +86,7 @@ def batch_grid(plan: Plan | None, grid: Grid) -> Grid:
     main = main_grid(plan, grid)
     if main.columns > 1:
         return main
-    found = (each.grid for each in plan or () if each.choice != "batch" and each.grid.rows > 1 and each.grid.columns > 1)
+    found = (each.grid for each in plan or () if divides(each.choice, each.grid.rows) and each.grid.columns > 1)
     return next(found, main)
 
 
