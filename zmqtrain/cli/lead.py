@@ -57,8 +57,8 @@ def lead(
     sinks = FanOut(topology.observe.to, topology.observe.options)  # refuses what is not installed here
     begun = begun_run(options)
     resume_from = _resume_from(begun, options.resume, topology.job.name)
-    if resume_from is None and topology.job.weights is not None:
-        Weights.of(Path(topology.job.weights))  # raises here, where no run directory is left behind
+    if resume_from is None:
+        Weights.of_job(topology)  # raises here, where no run directory is left behind
     directory = RunDirectory.create(topology.job.name, exact=options.run_dir) if begun is None else RunDirectory.go_on(begun)
     events_before = (directory.path / "events.jsonl").stat().st_size
     directory.write("topology.toml", topology.to_toml())

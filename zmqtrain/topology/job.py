@@ -107,6 +107,12 @@ class Job(Section):
         "such file), a checkpoint, or a folder of checkpoints. Only the model is read, so the run may have a "
         "different shape from the one that wrote it.",
     )
+    optimizer_state: Literal["new", "kept"] = Field(
+        default="new",
+        description="What the optimizer begins with if `weights` is given. new: nothing. kept: what it had there (momentum, Adam's "
+        "averages, its step counts). Then `weights` must name a run or a checkpoint with the same class of optimizer and "
+        "`[exchange] kind`; the number of groups, their size and the grid may differ.",
+    )
     eval_every: int = Field(default=0, ge=0, le=MOST, description="Steps between evaluations. 0: only at the end.")
     checkpoint_every: Annotated[Every, AfterValidator(_steps_or_time)] = Field(
         default="10 min",

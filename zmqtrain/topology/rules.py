@@ -29,6 +29,7 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
     """All rules that the topology breaks. ``entries``: the hosts as the file lists them, with ranges; faults name these entries."""
     broken = [
         *_length(topology),
+        *_weights(topology),
         *_elastic(topology),
         *_data(topology),
         *_hosts(entries, found=topology.engine.gathers or topology.engine.kind in _NAMED_MACHINES),
@@ -58,6 +59,16 @@ def _length(topology: Topology) -> Iterator[BrokenRule]:
         yield rule(
             "until needs evaluations: set eval_every to the number of steps between them", ("job", "until"), ("job", "eval_every")
         )
+
+
+def _weights(topology: Topology) -> Iterator[BrokenRule]:
+    if topology.job.optimizer_state == "new":
+        return
+    if topology.job.weights is None:
+        yield rule("optimizer_state is what comes with weights: give these, too", ("job", "optimizer_state"), ("job", "weights"))
+    if topology.exchange.merged_fc:
+        text = 'FC servers begin with new optimizers: set optimizer_state = "new" or merged_fc = false'
+        yield rule(text, ("job", "optimizer_state"), ("exchange", "merged_fc"))
 
 
 def _elastic(topology: Topology) -> Iterator[BrokenRule]:

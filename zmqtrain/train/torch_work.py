@@ -41,7 +41,8 @@ from zmqtrain.train.batches import make_batches, partition_of
 from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.handed_over import HandedOver
-from zmqtrain.train.checkpoint.saving import Saver, send_model, settings_to_resume, whole_state
+from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
+from zmqtrain.train.checkpoint.settings import settings_to_resume
 from zmqtrain.train.construct import divided_model
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.make import device_of
@@ -272,8 +273,9 @@ class TorchWork:
     async def restore(self, endpoint: Endpoint, exchange: Exchange) -> int | None:
         saver = self._saver(endpoint)
         step = await saver.restore(self._replica, exchange, self._device)
-        if step is None and self._context.topology.job.weights is not None:
-            await saver.begin_with_weights(self._replica)
+        job = self._context.topology.job
+        if step is None and job.weights is not None:
+            await saver.begin_with_weights(self._replica, exchange, state=job.optimizer_state == "kept")
         for _ in range(step or 0):
             self.after_step()
         return step

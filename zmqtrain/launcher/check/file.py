@@ -133,7 +133,7 @@ def _weights(topology: Topology) -> Iterator[Finding]:
     if given is None:
         return
     try:
-        Weights.of(Path(given))
+        Weights.of_job(topology)
     except CheckpointError as error:
         yield Finding("weights", False, str(error))
     else:

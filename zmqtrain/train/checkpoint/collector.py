@@ -131,8 +131,7 @@ class CheckpointCollector:
         fc = min(placement.fc_servers, 1)  # the first FC server keeps all layers that they have divided between them
         shape = RunShape(topology.exchange.kind, placement.groups, placement.group_size, placement.servers, fc)
         checkpoint = None if resume is None else Checkpoint(find_latest(resume))
-        given = topology.job.weights
-        weights = None if given is None or checkpoint is not None else Weights.of(Path(given))
+        weights = None if checkpoint is not None else Weights.of_job(topology)
         return cls(
             endpoint,
             checkpoints,
@@ -403,8 +402,8 @@ class CheckpointCollector:
         if self._clock is not None:
             self._clock.begin()
             self._keep_in_journal({BEGUN: True})
-        if given is None and name == MODEL:
-            given = self._weights
+        if given is None and self._weights is not None:
+            given = self._weights.source(name)
         if given is None:
             return None
         wanted = name

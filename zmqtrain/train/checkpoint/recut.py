@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,6 +106,11 @@ async def recut_servers(was: Layout, now: Layout, group: int, position: int, own
         return _piece(wholes, now, bucket, now.row_of(bucket, position), start, stop)
 
     return Recut(was, now, pieces=piece, step=own.step)
+
+
+def without_unsent(own: Part) -> Part:
+    """A worker's part without the gradients that compression has not sent: a new run begins with none."""
+    return replace(own, sidecar={**own.sidecar, "exchange": {**_table(own, "exchange"), "residuals": {}}})
 
 
 def refuse_unsent_parts(own: Part) -> None:

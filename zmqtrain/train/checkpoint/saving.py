@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zmqtrain.errors import CheckpointError
 from zmqtrain.exchange.base import Exchange, Resumable
@@ -33,13 +32,20 @@ from zmqtrain.exchange.checkpoint_part import (
 from zmqtrain.exchange.grid_era import FetchPart
 from zmqtrain.heap import give_back, returning_blocks
 from zmqtrain.net.endpoint import Endpoint
-from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import MODEL, WITHOUT_RESUME
 from zmqtrain.train.checkpoint.handed_over import HandedOver
 from zmqtrain.train.checkpoint.layout import Layout
 from zmqtrain.train.checkpoint.payloads import Payloads
-from zmqtrain.train.checkpoint.recut import Recut, recut_averages, recut_servers, refuse_unsent_parts, tensors_of
+from zmqtrain.train.checkpoint.recut import (
+    Recut,
+    recut_averages,
+    recut_servers,
+    refuse_unsent_parts,
+    tensors_of,
+    without_unsent,
+)
 from zmqtrain.train.checkpoint.regroup import has_unsent, mean_state, regrouped
+from zmqtrain.train.checkpoint.settings import BATCH_SIZE, require_optimizer
 from zmqtrain.train.checkpoint.spool import Spool
 from zmqtrain.train.course import Course
 from zmqtrain.train.device.base import Device
@@ -52,7 +58,6 @@ from zmqtrain.wire.tensor import TensorPayload
 
 #: Says that the worker's part has all of what averaging keeps.
 WHOLE = "whole"
-BATCH_SIZE = "[compute] batch_size"
 #: What `torch.compile` adds to the names of a module's parameters.
 COMPILED = "_orig_mod."
 #: Freed blocks of this size and more go back at once while whole tensors are gathered and sent: the heap would keep a hole of each.
@@ -155,14 +160,34 @@ class Saver:
             values |= {"added up": added, "weight": replica.weight}
         await put(f"worker-{self.rank}", tensors, values)
 
-    async def begin_with_weights(self, replica: TorchReplica) -> None:
-        """Fill the model from the checkpoint named by ``[job] weights``; apart from that the run begins at step 0."""
+    async def begin_with_weights(self, replica: TorchReplica, exchange: Exchange, *, state: bool) -> None:
+        """Fill the model from what ``[job] weights`` names. ``state``: begin with what the optimizer had kept there, too. Apart
+        from that the run begins at step 0."""
         others = await self._restore_into(MODEL, _state(replica.model), PartConverter.of(replica.model))
         if others and not self.merged:
             raise CheckpointError(
                 f"[job] weights: the checkpoint's model has {min(others)}, but this model does not: {ANOTHER_MODEL}"
             )
+        if state:
+            await self._begin_with_state(replica, exchange)
         replica.memory.publish()
+
+    async def _begin_with_state(self, replica: TorchReplica, exchange: Exchange) -> None:
+        """What the optimizer had kept in the checkpoint named by ``[job] weights``, wherever this run's optimizers are."""
+        own = await self._of_any_worker()
+        assert own is not None, "the weights are a checkpoint"
+        require_optimizer(own.sidecar.get("settings"), self.settings)
+        parts = PartConverter.of(replica.model)
+        if self.kind == "model_server":
+            with taking_back(own.name):
+                was, now = Layout.from_value(own.sidecar.get("layout")), self._layout(replica)
+            found = await recut_servers(was, now, self.group, self.position, without_unsent(own), self._kept)
+            replace(found, step=0).load_into(exchange)
+        elif self._apart:
+            load_optimizer_state(replica.model, replica.optimizer, await self._joined_state(self._groups_of(own), parts))
+        else:
+            kept = await self._restore_into(AS_KEPT + self._group_part, {}, parts)
+            load_optimizer_state(replica.model, replica.optimizer, kept)
 
     async def restore(self, replica: TorchReplica, exchange: Exchange, device: Device) -> int | None:
         """Restore this worker's parts. Returns the step to continue with, or ``None`` if the run begins afresh.
@@ -217,13 +242,16 @@ class Saver:
 
     async def take_course(self) -> None:
         """For a worker that comes late to a run: which samples a step takes, if the run was resumed."""
-        name = AS_KEPT + "worker-0"
-        while (part := await self._fetch(name)) is not None:
-            neighbour = part.sidecar.get(STANDS_IN)
-            if not isinstance(neighbour, int):
-                self._take_course(part)
-                return
-            name = f"{AS_KEPT}worker-{neighbour}"
+        part = await self._of_any_worker()
+        if part is not None:
+            self._take_course(part)
+
+    async def _of_any_worker(self) -> Part | None:
+        """The part of the first worker that was there when the checkpoint was written; ``None`` if the run begins afresh."""
+        part = await self._fetch(AS_KEPT + "worker-0")
+        while part is not None and isinstance(neighbour := part.sidecar.get(STANDS_IN), int):
+            part = await self._fetch(f"{AS_KEPT}worker-{neighbour}")
+        return part
 
     def _take_course(self, own: Part) -> None:
         course = _course_of(own)
@@ -482,23 +510,6 @@ def _in_words(added: object) -> str:
         case [since, to_come]:
             return f"{since!r:.20} steps after an exchange of gradients and {to_come!r:.20} before the next"
     return "right after an exchange of gradients"
-
-
-def settings_to_resume(topology: Topology, samples: int | None, optimizer: Optimizer) -> dict[str, Value]:
-    """The settings with which a step's number says what was trained before, and what comes next: with others a resumed run would
-    train some ``samples`` of an epoch twice and others not at all, or go on with another method's models, or without what another
-    class of optimizer has kept."""
-    settings: dict[str, Value] = {
-        BATCH_SIZE: topology.compute.batch_size,
-        "[job] seed": topology.job.seed,
-        "[data] shuffle": topology.data.shuffle,
-        "the optimizer": type(optimizer).__qualname__,
-    }
-    if samples is not None:
-        settings["len(Task.train_data)"] = samples
-    if topology.exchange.kind == "averaging":
-        settings["[exchange.averaging] method"] = topology.exchange.averaging.method
-    return settings
 
 
 def whole_state(model: nn.Module, *, copied: bool, to: int = 0) -> Mapping[str, Tensor]:

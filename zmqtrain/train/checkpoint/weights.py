@@ -1,4 +1,4 @@
-"""The parameters with which a run begins: the model that ``[job] weights`` names."""
+"""What a run begins with in place of new values: the model that ``[job] weights`` names, and what its optimizer had kept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.checkpoint_part import AS_KEPT
+from zmqtrain.topology.schema import Topology
 from zmqtrain.train.checkpoint.folder import MODEL, Checkpoint, find_latest, read_safetensors
 from zmqtrain.train.checkpoint.model_file import NAME, read_about
 from zmqtrain.wire.tensor import TensorPayload
@@ -21,6 +23,29 @@ class Weights:
     file: Path | None = None
     step: int = 0
     """The step after which it was written, if known."""
+    state: bool = False
+    """Whether a run takes the optimizer's state from the checkpoint, too."""
+
+    @classmethod
+    def of_job(cls, topology: Topology) -> Weights | None:
+        """What the job begins with; ``None`` if it does not say. Raises `CheckpointError`."""
+        job = topology.job
+        if job.weights is None:
+            return None
+        if job.optimizer_state == "new":
+            return cls.of(Path(job.weights))
+        path, kind = Path(job.weights), topology.exchange.kind
+        if not path.is_dir():
+            raise _no_state(f"{path} is no folder with checkpoints, and only these have it: give a run or a checkpoint as weights")
+        checkpoint = Checkpoint(find_latest(path))
+        was = checkpoint.shape
+        if was.kind != kind:
+            raise _no_state(
+                f'{checkpoint.folder} has it as kind = "{was.kind}" keeps it, and not as [exchange] kind = "{kind}" does'
+            )
+        if was.fc_servers:
+            raise _no_state(f"{checkpoint.folder} was written with merged_fc, and FC servers have a part of it")
+        return cls(checkpoint, None, checkpoint.step, state=True)
 
     @classmethod
     def of(cls, path: Path) -> Weights:
@@ -41,6 +66,12 @@ class Weights:
         checkpoint = Checkpoint(find_latest(path))
         return cls(checkpoint, None, checkpoint.step)
 
+    def source(self, name: str) -> Weights | Checkpoint | None:
+        """What has the part ``name`` that a role asks for, if it gets one: the model, or with it what was kept of the optimizer."""
+        if name == MODEL:
+            return self
+        return self.checkpoint if self.state and name.startswith(AS_KEPT) else None
+
     def part(self, name: str) -> tuple[Mapping[str, TensorPayload], Mapping[str, Any]]:
         """Tensors and plain values of the part ``name``, which must be the model's: there is no other."""
         assert name == MODEL
@@ -48,3 +79,7 @@ class Weights:
             return self.checkpoint.part(name)
         assert self.file is not None
         return read_safetensors(self.file), {"step": self.step}
+
+
+def _no_state(why: str) -> CheckpointError:
+    return CheckpointError(f'[job] optimizer_state = "kept": {why}; or set optimizer_state = "new"')
