@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tune.landscape import Landscape, solve
+from zmqtrain.tune import step_size
 from zmqtrain.tune.machine import GIVE_UP, PROBES
 from zmqtrain.tune.search import Search
 from zmqtrain.tune.space import Space
@@ -201,6 +202,29 @@ def test_training_that_diverges_after_all_goes_back_and_lowers_the_rate() -> Non
     assert "nothing trains from here on" in done.reason
 
 
+def test_more_groups_that_diverge_soon_are_left_for_fewer() -> None:
+    """Their short leg in the race looked better; training goes on from the end of one group's leg, with its rate."""
+
+    class Late(Landscape):
+        trained = False
+
+        def run(self, trial: Trial, target: float | None = None) -> Outcome:
+            if trial.kind == "train" and trial.setting.groups > 1 and not self.trained:
+                return Outcome(10, 10.0, 10.0, math.inf)
+            self.trained = self.trained or trial.kind == "train"
+            return super().run(trial, target)
+
+    search, done = solve(replace(SPACE, target=0.01), Late(UPDATE_S), target=0.01)
+    assert done.reached
+    trained = [trial for trial, _ in search.trials if trial.kind == "train"]
+    assert [trial.setting for trial in trained[:3]] == [Setting(4, 0.6, 0.01), Setting(2, 0.8, 0.01), Setting(1, 0.9, 0.01)]
+    assert trained[2].start is not None
+    leg = search.trials[trained[2].start][0]
+    assert (leg.setting, leg.start, leg.phase) == (trained[2].setting, None, "learning rate")
+    assert search.search_s > 0
+    assert search.search_s + search.train_s == pytest.approx(sum(outcome.spent_s for _, outcome in search.trials))
+
+
 def test_ties_are_decided_by_longer_trials() -> None:
     class Close(Landscape):
         """Momentum 0.3 looks a little better than 0 at first."""
@@ -363,6 +387,13 @@ class Falling(Landscape):
         return replace(outcome, loss=fallen, end=fallen) if probe else outcome
 
 
+@pytest.fixture
+def asked_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses that fall exponentially, as here, reach a target soon."""
+    monkeypatch.setattr(step_size, "SOON", 0)
+
+
+@pytest.mark.usefixtures("asked_in_any_case")
 def test_near_the_target_the_learning_rate_falls() -> None:
     space = replace(SPACE, target=1.0)
     search, done = solve(space, Falling(UPDATE_S), target=1.0)
@@ -382,6 +413,13 @@ def test_near_the_target_the_learning_rate_falls() -> None:
     assert plain.setting == Setting(4, 0.6, 0.01)  # which no target is known to
 
 
+def test_a_target_that_is_near_needs_no_lower_rate() -> None:
+    search, done = solve(replace(SPACE, target=1.0), Falling(UPDATE_S), target=1.0)
+    assert done.setting == Setting(4, 0.6, 0.01)
+    assert not [trial for trial, _ in search.trials if trial.phase == "fall"]
+    assert any("updates as it is" in decision.reason for decision in search.decisions())
+
+
 def test_a_trial_knows_what_its_smoothed_loss_goes_on_from() -> None:
     search, _ = solve(replace(SPACE, target=1.0), Landscape(UPDATE_S), target=1.0)
     for trial, _ in search.trials:
@@ -392,6 +430,7 @@ def test_a_trial_knows_what_its_smoothed_loss_goes_on_from() -> None:
             assert trial.before == search.trials[trial.start][1].smoothed
 
 
+@pytest.mark.usefixtures("asked_in_any_case")
 def test_a_learning_rate_that_gains_nothing_by_falling_stays() -> None:
     search, done = solve(replace(SPACE, target=1.0), Falling(UPDATE_S, part=-0.1), target=1.0)
     assert done.setting == Setting(4, 0.6, 0.01)

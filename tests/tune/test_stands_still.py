@@ -84,7 +84,7 @@ def test_it_says_why_it_asks_and_what_goes_on() -> None:
 def test_what_never_dies_is_not_asked_for_anything() -> None:
     search, done = solve(SPACE, Dying(10**9, 0.05))
     assert done.reached
-    assert done.setting == Setting(1, 0.9, 0.01)  # it has fallen near the target
+    assert done.setting == Setting(1, 0.9, 0.1)  # near the target, too, which it reaches soon
     assert [trial.setting.momentum for trial, _ in search.trials if trial.kind == "train"] == [0.9] * 4
     took = sum(outcome.updates for _, outcome in search.trials)
     assert took <= 1.6 * BEST / 1.4

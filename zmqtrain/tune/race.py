@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zmqtrain.tune.space import Space
@@ -123,7 +124,15 @@ class Race:
     def leader(self) -> Runner | None:
         """The runner with the lowest loss; of those that cannot be distinguished from it, the one with the largest steps, since a
         model that has not begun to learn shows no difference. ``None`` if all diverged."""
-        sound = [each for each in self.runners if not each.diverged and each.curve]
+        return self._leader(self.runners)
+
+    def leader_beside(self, lead: Runner) -> Runner | None:
+        """The same among those with fewer groups than ``lead`` that were trained for at least half its time."""
+        groups, least_s = lead.setting.groups, lead.seconds / 2
+        return self._leader([each for each in self.runners if each.setting.groups < groups and each.seconds >= least_s])
+
+    def _leader(self, runners: Sequence[Runner]) -> Runner | None:
+        sound = [each for each in runners if not each.diverged and each.curve]
         if not sound:
             return None
         lowest = min(sound, key=lambda each: each.loss)

@@ -161,7 +161,7 @@ class Search(Choice, StepSize):
             assert self._setting is not None
             setting = self._setting
             if outcome.diverged:
-                return setting.lr / 10
+                return self._after_divergence(setting)
             near = decay.near(outcome.end)
             if not near or updates <= 0 or outcome.drifted or self._stood or self._end() is not None:
                 return setting.lr

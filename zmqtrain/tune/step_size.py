@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import replace
 
@@ -25,6 +26,10 @@ GLANCE, GLANCE_AGAIN, MOST, GLANCE_S = 4, 3.0, 0.15, 0.3
 LONGER = 2
 #: The share of all time so far that a probe of a lower learning rate may take.
 FALLS = 0.1
+#: It is left out if training reaches the target without it within this many times its length.
+SOON = 4
+#: More of them are never.
+MOST_DOUBLINGS = 32
 
 
 class StepSize(ColdStart):
@@ -42,6 +47,20 @@ class StepSize(ColdStart):
         self._lead = runner
         self._glance_at = max(GLANCE * first_leg(self._space), round(GLANCE_AGAIN * runner.updates))
         self._adopt(runner.setting, runner.number, runner.spent_s)
+
+    def _after_divergence(self, setting: Setting) -> float:
+        """Training with ``setting`` has diverged: the learning rate to go on with. With a target, where more groups did that soon
+        after they had seemed to help in the race, fewer go on from the end of their own leg of it. (Without one, a grid has chosen
+        the groups, and is made again.)"""
+        lead = self._lead
+        fewer = self._race.leader_beside(lead) if setting.groups == lead.setting.groups else None
+        if fewer is None or self._space.target is None:
+            return setting.lr / 10
+        told = f"{setting.groups} groups diverge: {fewer.setting} continues instead"
+        self._decide("groups", told, **values_of(fewer.setting))
+        lead.diverged = True
+        self._follow(fewer)
+        return fewer.setting.lr
 
     def _ask(self) -> Generator[Trial, Outcome, bool]:
         """Training has stalled: try a tenth of the learning rate, and the settings that fell behind, from where they stopped.
@@ -172,6 +191,10 @@ class StepSize(ColdStart):
         """Whether the learning rate is lowered now. If so, the probe that showed it becomes training."""
         may_s = FALLS * (self.search_s + self.train_s)
         updates = min(LONGER * self._probe(lower, "", "").updates, int(may_s / self._update_s[lower.groups]))
+        if (left := self._left_at_this_pace()) < SOON * updates:
+            self._decide("learning rate", f"training reaches the target in about {left:.0f} updates as it is", lr=10 * lower.lr)
+            decay.later(begin)
+            return False
         reason = "whether a lower learning rate reaches the target now"
         trial = replace(self._leg(lower, updates, "fall", reason, self._start), scored=1.0)  # what falls does so at once
         if updates < first_leg(self._space) or not self._affords(trial):
@@ -188,6 +211,16 @@ class StepSize(ColdStart):
         then = "training reaches the target without it" if decay.until is None else f"later, at {decay.until:.4g}"
         self._decide("learning rate", f"a tenth would bring the loss from {begin:.4g} to {loss:.4g}: {then}", lr=10 * lower.lr)
         return False
+
+    def _left_at_this_pace(self) -> float:
+        """Updates to the target, if each doubling of training lowers the loss by as much as the last one; infinite if that lowered
+        nothing. Losses fall ever more slowly, so that a straight line would be too hopeful."""
+        lead, goal = self._lead, self._space.target
+        then = lead.at(lead.updates // 2)
+        if goal is None or then is None or then.loss <= lead.loss:
+            return math.inf
+        doublings = max(0.0, lead.loss - goal) / (then.loss - lead.loss)
+        return lead.updates * (2 ** min(doublings, MOST_DOUBLINGS) - 1)
 
     def _soon(self, outcome: Outcome) -> float:
         """The loss that a probe would reach if it continued at its pace for half its length again."""
