@@ -202,15 +202,17 @@ def test_training_that_diverges_after_all_goes_back_and_lowers_the_rate() -> Non
     assert "nothing trains from here on" in done.reason
 
 
-def test_more_groups_that_diverge_soon_are_left_for_fewer() -> None:
-    """Their short leg in the race looked better; training goes on from the end of one group's leg, with its rate."""
+@pytest.mark.parametrize("stood", [None, "the loss stands still"])
+def test_more_groups_that_diverge_soon_are_left_for_fewer(stood: str | None) -> None:
+    """Their short leg in the race looked better; training goes on from the end of one group's leg, with its rate. That they also
+    made no progress before is no reason to ask for anything else there."""
 
     class Late(Landscape):
         trained = False
 
         def run(self, trial: Trial, target: float | None = None) -> Outcome:
             if trial.kind == "train" and trial.setting.groups > 1 and not self.trained:
-                return Outcome(10, 10.0, 10.0, math.inf)
+                return Outcome(10, 10.0, 10.0, math.inf, stood=stood)
             self.trained = self.trained or trial.kind == "train"
             return super().run(trial, target)
 
@@ -218,6 +220,7 @@ def test_more_groups_that_diverge_soon_are_left_for_fewer() -> None:
     assert done.reached
     trained = [trial for trial, _ in search.trials if trial.kind == "train"]
     assert [trial.setting for trial in trained[:3]] == [Setting(4, 0.6, 0.01), Setting(2, 0.8, 0.01), Setting(1, 0.9, 0.01)]
+    assert [trial.number - trained[0].number for trial in trained[:3]] == [0, 1, 2]  # nothing is tried in between
     assert trained[2].start is not None
     leg = search.trials[trained[2].start][0]
     assert (leg.setting, leg.start, leg.phase) == (trained[2].setting, None, "learning rate")

@@ -112,7 +112,7 @@ class Search(Choice, StepSize):
         outcome = yield from self._train(setting, updates, phase, reason, until=until, watch=watched)
         if not outcome.diverged:
             self._lead.tell(self.trials[number][0], outcome)
-        self._stood = outcome.stood is not None
+        self._stood = outcome.stood is not None and not outcome.diverged
         return outcome
 
     def _cold(self) -> Generator[Trial, Outcome, Done | None]:
