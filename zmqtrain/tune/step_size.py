@@ -12,6 +12,7 @@ from zmqtrain.tune.machine import values_of
 from zmqtrain.tune.race import LegEnd, Runner, above, better, first_leg, pace
 from zmqtrain.tune.space import Space
 from zmqtrain.tune.trial import Outcome, Setting, Trial
+from zmqtrain.words import counted
 
 #: Each time that looking for another setting brought nothing, training is this many times longer until the next attempt.
 PATIENCE = 2.0
@@ -192,7 +193,8 @@ class StepSize(ColdStart):
         may_s = FALLS * (self.search_s + self.train_s)
         updates = min(LONGER * self._probe(lower, "", "").updates, int(may_s / self._update_s[lower.groups]))
         if (left := self._left_at_this_pace()) < SOON * updates:
-            self._decide("learning rate", f"training reaches the target in about {left:.0f} updates as it is", lr=10 * lower.lr)
+            soon = counted(max(1, math.ceil(left)), "update")
+            self._decide("learning rate", f"training reaches the target in about {soon} as it is", lr=10 * lower.lr)
             decay.later(begin)
             return False
         reason = "whether a lower learning rate reaches the target now"
