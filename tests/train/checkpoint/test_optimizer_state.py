@@ -42,11 +42,11 @@ SHAPES: dict[str, tuple[tuple[int, int, str, dict[str, Any]], tuple[int, int, st
 APART = ("averaging", "more averaging", "gossip")
 
 
-def topology(shape: tuple[int, int, str, dict[str, Any]], steps: int, **job: Any) -> Any:
+def topology(shape: tuple[int, int, str, dict[str, Any]], steps: int, *, bucket: int = 512, **job: Any) -> Any:
     groups, size, grid, exchange = shape
     return topology_of(
         job={"steps": steps, "checkpoint_every": steps, **job},
-        compute={"groups": groups, "group_size": size, "grid": grid, "batch_size": SAMPLES // groups},
+        compute={"groups": groups, "group_size": size, "grid": grid, "batch_size": SAMPLES // groups, "bucket_size": bucket},
         exchange=exchange,
         optimizer={"momentum": "task"},
     )
@@ -69,7 +69,7 @@ async def parts(
     begun = await run(topology(was, BEFORE, elastic=elastic), recipe(first), folder=folder / "first")
     assert not begun.errors, begun.errors
     job = {"weights": str(folder / "first"), "optimizer_state": state, "seed": 2, "elastic": elastic}
-    found = await run(topology(now, AFTER, **job), recipe(second), folder=folder / "second")
+    found = await run(topology(now, AFTER, bucket=900, **job), recipe(second), folder=folder / "second")
     return found, {} if found.errors else load_file(folder / "second" / "model.safetensors")
 
 
