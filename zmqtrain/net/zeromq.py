@@ -24,6 +24,7 @@ import zmq
 from zmqtrain.errors import HostLimitError, PortInUseError
 from zmqtrain.net.address import key_in, split_address, with_key, without_key
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.net.inherited import close_in_children, leave_to_children
 from zmqtrain.net.knock import nobody_listens
 from zmqtrain.net.loop import dilation_of
 from zmqtrain.net.monitor import CallMonitor
@@ -111,6 +112,7 @@ class ZeroMQTransport:
         self._receiver: Receiver | None = None
         self._wires: dict[PeerId, _Wire] = {}
         self._receivers: list[RouterReceiver] = []
+        self._endpoints: list[str] = []
         self.identity = settings.identity
         self._password = Password(settings.token)
         self._zap: ZapHandler | None = None
@@ -123,6 +125,7 @@ class ZeroMQTransport:
         except BaseException:
             self._shut()
             self._context.destroy(linger=0)
+            self._forget()
             raise
         address = f"tcp://{_bracketed(settings.advertise or _advertised(settings.host))}:{control},{bulk}"
         self._address = address if self.identity is None else with_key(address, self.identity.public)
@@ -171,6 +174,7 @@ class ZeroMQTransport:
         # Ending a context waits for its I/O threads, and these for unsent messages: at most ``farewell_s``.
         ended = asyncio.ensure_future(asyncio.to_thread(self._context.term))
         await asyncio.shield(ended)
+        self._forget()
 
     def _shut(self) -> None:
         """Stop accepting connections."""
@@ -180,6 +184,11 @@ class ZeroMQTransport:
         if self._zap is not None:
             self._zap.close()
             self._zap = None
+
+    def _forget(self) -> None:
+        for each in self._endpoints:
+            leave_to_children(each)
+        self._endpoints.clear()
 
     def up(self, peer: PeerId, wire: _Wire) -> None:
         if self._receiver is not None and self._wires.get(peer) is wire:
@@ -229,7 +238,10 @@ class ZeroMQTransport:
         router.setsockopt(zmq.BACKLOG, BACKLOG)
         self._bind(router, port)
         self._receivers.append(RouterReceiver(self._loop, lane, router, self.identity, self._turned_away))
-        return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._endpoints.append(endpoint)
+        close_in_children(endpoint)
+        return int(endpoint.rpartition(":")[2])
 
     def _bind(self, router: zmq.Socket[bytes], port: int) -> None:
         """Bind to the port; 0: to any free one, of the range if there is one. Closes the socket if that fails."""
