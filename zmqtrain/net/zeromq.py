@@ -234,6 +234,7 @@ class ZeroMQTransport:
         # ZeroMQ drops a connection that announces a larger frame before it allocates memory for it. No correct peer sends one:
         # tensors are sent in chunks, and a chunk is never larger than the other side's window allows.
         router.setsockopt(zmq.MAXMSGSIZE, max(64 * MIB, 2 * self._settings.chunk_bytes))
+        self._divide_work(router, lane, sends=False)
         # Callers waiting until the I/O thread has time for them: a large run's members come all at once, and so may strangers.
         router.setsockopt(zmq.BACKLOG, BACKLOG)
         self._bind(router, port)
@@ -277,6 +278,7 @@ class ZeroMQTransport:
                 self._password.arm(dealer)
             if lane == CONTROL:
                 dealer.setsockopt(zmq.TOS, URGENT_TOS)
+            self._divide_work(dealer, lane, sends=True)
             if route:
                 dealer.setsockopt(zmq.ROUTING_ID, route)
             # The link limits what is in flight; the mark only has to be above that plus greetings and acknowledgements.
@@ -298,6 +300,17 @@ class ZeroMQTransport:
                 raise limit from error
             raise
         return dealer
+
+    def _divide_work(self, sock: zmq.Socket[bytes], lane: int, *, sends: bool) -> None:
+        """Of several I/O threads, half move the tensors that come, and half those that go.
+
+        ZeroMQ itself gives a new connection to the thread with the fewest, whatever they carry: one may then decrypt and encrypt
+        everything while the other has nothing to do.
+        """
+        half = self._settings.io_threads // 2
+        if lane == BULK and half:
+            threads = (1 << half) - 1
+            sock.setsockopt(zmq.AFFINITY, threads << half if sends else threads)
 
     @property
     def _heartbeat_ms(self) -> int:
