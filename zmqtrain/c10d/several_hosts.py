@@ -45,7 +45,7 @@ TOGETHER_BYTES = 256 * 1024
 #: In plain text larger tensors are sent in pieces of this many bytes, which is more than usual: nothing urgent goes over the
 #: connections of a process group, and each piece takes processor time, whatever its size. Where they are encrypted this would be
 #: slow: a piece is encrypted as a whole before any of it is sent, and decrypted when all of it has arrived.
-CHUNK_BYTES = 2 * 1024 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024
 #: Messages of up to this many bytes are copied, and nobody waits until they have arrived. So their acknowledgements can wait for a
 #: message with which they travel, for so many seconds: a program that calls one small operation after another always has one.
 EAGER_BYTES = 128 * 1024
