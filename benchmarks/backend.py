@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.case import Case, case_of
+from benchmarks.sodium import encryption_s
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
 
@@ -49,6 +50,9 @@ def bench_backend() -> Iterator[Case]:
                 yield case_of("backend", text, 1e3 * ours, "ms", "gloo", 1e3 * seconds["gloo"][measured], "peer/value")
         # Each rank sends one tensor's bytes, and receives as many.
         yield case_of("backend", f"link use, {name}, plain", 100 * NBYTES / plain["zmq"][LARGE] / rate, "%")
+    sodium = encryption_s(NBYTES)
+    if sodium is not None:
+        yield case_of("backend", "libsodium alone, to encrypt 25 MiB and decrypt as many: processor time", 1e3 * sodium, "ms")
 
 
 def _ranks(rate: float, encryption: str) -> dict[str, dict[str, float]]:

@@ -19,8 +19,8 @@ from zmqtrain.errors import UsageError
 
 NAMES = (
     "net", "collectives", "server", "launch", "emulate", "simulate", "fidelity", "gossip", "host", "parallel", "merged", "cluster",
-    "efficiency", "loader", "study", "planner", "predicted", "planned", "divided", "verified", "memory", "backend", "dashboard",
-    "mutations", "replicas", "moves", "teams", "coordinator", "soak", "failures", "quality", "compression", "accuracy",
+    "efficiency", "loader", "study", "planner", "predicted", "planned", "divided", "verified", "memory", "backend", "hooks",
+    "dashboard", "mutations", "replicas", "moves", "teams", "coordinator", "soak", "failures", "quality", "compression", "accuracy",
 )  # fmt: skip
 #: Those of which parts may be run alone.
 DIVIDED = ("cluster", "efficiency", "merged", "soak", "quality", "compression", "accuracy", "parallel")
