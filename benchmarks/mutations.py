@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import zmqtrain.exchange.gossip.exchange as gossip
+from benchmarks import mutated_grids as grids
 from benchmarks.case import Case, case_of
+from benchmarks.patches import Patches, every
 from zmqtrain.data.division import Division
 from zmqtrain.data.slots import SlotPlan
 from zmqtrain.errors import UsageError
@@ -49,25 +50,6 @@ from zmqtrain.train.device.memory import numbers_of
 SHAPES = Path(__file__).parent / "shapes"
 #: So many seeds are tried for each.
 MOST_SEEDS = 2000
-
-
-class Patches:
-    """Replaces functions by name, and puts them back."""
-
-    def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
-
-    def around(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace ``owner.name`` by ``make(what it was)``. Raises `KeyError` if it has no such thing of its own."""
-        before = vars(owner)[name]
-        self._undo.append((owner, name, before))
-        made = make(before.fget if isinstance(before, property) else before)
-        setattr(owner, name, property(made) if isinstance(before, property) else made)
-
-    def undo(self) -> None:
-        """Put all back."""
-        while self._undo:
-            setattr(*self._undo.pop())
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +128,6 @@ def bench_mutations() -> Iterator[Case]:
 
 
 # The mutations -----------------------------------------------------------------------------------------------------------------
-
-
-def every(number: int) -> Callable[[], bool]:
-    """A function that is true every ``number``-th time."""
-    calls = count(1)
-    return lambda: next(calls) % number == 0
 
 
 def update_applied_twice(patches: Patches) -> None:
@@ -552,4 +528,23 @@ MUTATIONS = (
     Mutation("an FC server takes a step that is trained again for a new one", "teams-merged", fc_step_again_after_its_update, 2),
     Mutation("a record of the launcher's journal is skipped", "allreduce", record_skipped, 132),
     Mutation("what a broken connection has lost is not sent again", "groups", message_not_sent_again, 2),
+    Mutation("a step counts before all have its sums", "grid-elastic", grids.counted_by_some, 3),
+    Mutation("a step counts as soon as it has begun", "grid-elastic", grids.begun_is_counted, 1),
+    Mutation("the sums of a step that counts are thrown away", "grid-elastic", grids.sums_thrown_away, 4),
+    Mutation("what a broken forward did to buffers stays", "grid-elastic", grids.broken_forward_kept, 1),
+    Mutation("a batch that counts is trained on the next grid", "grid-elastic", grids.batch_trained_twice, 1),
+    Mutation("a batch that was given up is left out", "grid-elastic", grids.batch_left_out, 1),
+    Mutation("the state is handed over from the wrong row", "grid-elastic", grids.from_the_wrong_row, 1),
+    Mutation("the state is taken from one that has come", "grid-elastic", grids.from_a_newcomer, 4),
+    Mutation("the state is handed over without momentum", "grid-elastic", grids.handed_over_without_momentum, 1),
+    Mutation("one that comes to a grid has no momentum", "grid-elastic", grids.newcomer_without_momentum, 3),
+    Mutation("a grid goes on without one of its workers", "grid-elastic", grids.loss_ignored, 1),
+    Mutation("a stale plan of a grid is believed", "grid-elastic", grids.stale_plan_believed, 7),
+    Mutation("a grid is formed of those in different views", "grid-elastic", grids.plan_of_another_view, 6),
+    Mutation("a spare trains", "grid-elastic", grids.spare_trains, 1),
+    Mutation("one worker has another plan of a grid", "grid-elastic", grids.rows_exchanged, 1),
+    Mutation("messages of two grids are mixed up", "grid-elastic", grids.eras_mixed_up, 3),
+    Mutation("a grid begins before all have their parts", "grid-elastic", grids.begins_before_all, 1),
+    Mutation("those that come stay spares", "grid-elastic", grids.never_larger, 3),
+    Mutation("survivors of a grid take the last word, not the largest", "grid-elastic", newest_value_not_largest, 4),
 )

@@ -111,6 +111,7 @@ def _once(topology: Topology, seed: int, source: FaultSource, *, json_lines: boo
     options = Options(
         faults=schedule,
         usual_s=horizon_s or None,
+        compare_model=source == "random",
         data_path=data_path,
         checkpoints=directory.checkpoints,
         on_event=record.membership_event,

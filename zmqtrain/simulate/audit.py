@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from zmqtrain.data.division import Span
 from zmqtrain.exchange.pieces import Piece
@@ -35,6 +35,11 @@ from zmqtrain.train.device.memory import wrong_pieces
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 
+if TYPE_CHECKING:
+    from zmqtrain.train.work import ModelState
+
+#: Whether the run's model of a step is the one that it should be: if not, how it differs.
+Compare: TypeAlias = "Callable[[int, ModelState], str | None]"
 #: Further findings would tell nothing new.
 MOST = 20
 #: With its faults over, a run may take so many times as long as a whole run without faults: a few workers may be left, which train
@@ -46,10 +51,17 @@ class Auditor:
     """Gets all facts and reports, and gives its `verdict` at the end."""
 
     def __init__(
-        self, topology: Topology, placement: Placement, clock: Callable[[], float], *, usual_s: float | None = None
+        self,
+        topology: Topology,
+        placement: Placement,
+        clock: Callable[[], float],
+        *,
+        usual_s: float | None = None,
+        compare: Compare | None = None,
     ) -> None:
-        """``usual_s``: how long the run takes without faults."""
-        self._usual_s = usual_s
+        """``usual_s``: how long the run takes without faults. ``compare``: tells whether the run's model is right."""
+        self._usual_s, self._compare_model = usual_s, compare
+        self._model: tuple[int, ModelState] | None = None  # the run's model of the newest step
         self._after: dict[tuple[int, int, int], int] = {}  # piece, group, step -> the version with its gradient
         self._merged: Counter[tuple[PeerId, int, int]] = Counter()  # FC server, group, step
         self._topology, self._placement, self._clock = topology, placement, clock
@@ -140,6 +152,11 @@ class Auditor:
             self._ledger.counted(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
         elif what == "model":
             self._ledger.ended(peer, cast(Any, values["values"]), cast(Sequence[str], values["members"]))
+        elif what == "run model" and self._compare_model is not None:
+            self._model = (
+                int(cast(int, values["step"])),
+                {name: tensor.clone() for name, tensor in cast("ModelState", values["state"]).items()},
+            )
         elif what in ("left", "dropped", "rests"):
             gone = peer, int(cast(int, values["group"]))
             self._gone.add(gone)
@@ -363,6 +380,8 @@ class Auditor:
             missing -= sum(peer in stayed and step < until for peer, step in self._steps)
             if missing:
                 self.note(f"{missing} steps of workers are missing")
+        if self._compare_model is not None and not corrupted:
+            self._check_model(self._compare_model, until)
         groups = map(self._placement.group_members, range(self._placement.groups))
         if self._lacking is not None and not any(self._lost.keys() >= set(members) for members in groups):
             self.note(f"{self._lacking}, although somebody of each group has always been there")
@@ -401,6 +420,15 @@ class Auditor:
         if self._equal_at_end and self._spread:
             self.note(f"replicas differ by up to {self._spread:g} at the end of synchronous training")
 
+    def _check_model(self, compare: Compare, until: int | None) -> None:
+        if self._model is None or (until is not None and self._model[0] != until):
+            if self.stopped_at is not None:
+                return  # before anybody could keep it
+            at = "none" if self._model is None else f"one of step {self._model[0]}"
+            self.note(f"the run has left {at} as its model, not that of step {until}")
+        elif (differs := compare(*self._model)) is not None:
+            self.note(differs)
+
     def _compare(self, backup: str, pieces: Mapping[int, tuple[Piece, Payload]]) -> None:
         """At the end a shard's copies are equal."""
         served = {index: held for each in self._held.values() for index, (_, held) in each.items()}
@@ -409,9 +437,10 @@ class Auditor:
                 self.note(f"{backup} has another copy of piece {index} than its server")
 
     def _own_fault(self, error: Mapping[str, Any]) -> bool:
-        """Whether the job itself is at fault: its file, or its task's code, if it has any."""
+        """Whether the job itself is at fault: its file, or its task's code, if it has any. Once it trains, its file is no
+        hindrance any more."""
         verdict = error.get("verdict")
-        return verdict == "topology" or (verdict == "user code" and self._topology.job.task is not None)
+        return (verdict == "topology" and not self._trains) or (verdict == "user code" and self._topology.job.task is not None)
 
     def _check_end(self, seconds: float, faults: Sequence[Fault]) -> None:
         """Whatever happens, some process gives up within the time-outs, and says so."""

@@ -59,7 +59,7 @@ def try_seed(seed: int, topology: Topology, source: FaultSource, horizon_s: floa
     """Run the job once with this seed."""
     faults = faults_for(topology, seed, source, horizon_s)
     try:
-        result = simulate(topology, seed=seed, options=Options(faults=faults, usual_s=horizon_s or None))
+        result = simulate(topology, seed=seed, options=Options(faults=faults, usual_s=horizon_s or None, compare_model=True))
     except SimulationError as error:
         return Trial(seed, "stuck", "", getattr(error, "now_s", 0.0), tuple(map(str, faults or ())), (str(error),))
     return trial_of(seed, result)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from zmqtrain.membership.context import RoleContext
     from zmqtrain.train.device.base import Device
     from zmqtrain.train.task import Task
+    from zmqtrain.train.work import ModelState
 
 #: Receives a fact that a role states for the auditor: the peer, the kind and the values.
 AuditListener = Callable[[PeerId, str, Mapping[str, object]], None]
@@ -69,6 +70,9 @@ class Options:
     resume: Path | None = None
     usual_s: float | None = None
     """How many virtual seconds the run takes without faults. The auditor then demands that it ends soon after the last of them."""
+    compare_model: bool = False
+    """Train the task's model in one process, too, and compare the run's with it, if it is an elastic run on a grid of several rows:
+    of such a run all steps count, and on whole batches."""
     launcher_deaths: Sequence[Death] | None = None
     """When launchers die, and how long they are away; beside those among the faults. With a list, even an empty one, each launcher
     keeps a journal, and processes live on without it for ``[job] alone``."""
@@ -210,7 +214,9 @@ class Simulation:
         self._placement = place(topology)
         self._timeouts = topology.job.timeouts
         clock = lambda: asyncio.get_running_loop().time()  # noqa: E731
-        self._auditor = Auditor(topology, self._placement, clock, usual_s=options.usual_s)
+        compares = options.compare_model and topology.elastic and topology.compute.rows > 1 and topology.trains
+        compare = partial(_compare, topology, options) if compares else None
+        self._auditor = Auditor(topology, self._placement, clock, usual_s=options.usual_s, compare=compare)
 
     async def run(self) -> Result:
         """Raises the errors of `simulate`."""
@@ -361,6 +367,12 @@ class Simulation:
         """An error that no code handles is a defect, however the run ends."""
         error = context.get("exception")
         self._auditor.note(f"unhandled: {context.get('message')}: {type(error).__name__}: {error}")
+
+
+def _compare(topology: Topology, options: Options, step: int, state: ModelState) -> str | None:
+    from zmqtrain.simulate.one_process import difference, trained_alone
+
+    return difference(state, trained_alone(topology, step, options.task, options.data_path or topology.data.path))
 
 
 def _torch_device(context: RoleContext) -> Device:

@@ -335,6 +335,7 @@ class TrainLoop:
     async def _send_model(self, step: int, state: ModelState | None, *, alone: bool) -> None:
         if state is None:
             return
+        self._recorder.audit("run model", step=step, state=state)
         moved = self.exchange.model is RunModel.SERVERS and not self.exchange.synchronous and step != self._ended_at
         metrics = self._evaluated[1] if self._evaluated is not None and self._evaluated[0] == step and not moved else {}
         about = self._part.about_model(self._samples - self._added_up(step), metrics)

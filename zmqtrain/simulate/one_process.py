@@ -1,0 +1,69 @@
+"""What one process makes of a model, with plain torch: for comparison with a run whose steps count on all workers or on none.
+
+Nothing of exchanges, replicas and divided models has a part in it: the model, the optimizer and the schedule are the task's, and
+each step is a forward and a backward of the whole batch of all groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from zmqtrain.data.batch import Batch, batch_of
+from zmqtrain.data.loader import Reader
+from zmqtrain.parallel.turns import generators_kept
+from zmqtrain.topology.schema import Topology
+from zmqtrain.train.batches import partition_of
+from zmqtrain.train.random_state import seed_everything
+from zmqtrain.train.task import Task, build_model, build_optimizer, load_task
+
+#: Sums in another order differ by so much, of the larger of 1 and the value.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+def trained_alone(topology: Topology, steps: int, task: Task | None = None, data_path: str | None = None) -> Mapping[str, Tensor]:
+    """The model's state after so many steps of the run. ``task``: in place of the one that the topology names."""
+    job = topology.job
+    if task is None:
+        assert job.task is not None
+        task = load_task(job.task, job.args, data_path, folders=(*job.python_path, Path.cwd()))
+    with generators_kept():
+        seed_everything(job.seed)
+        model = build_model(task)
+        optimizer, schedule = build_optimizer(task, model, topology)
+        for batch in _batches(topology, task, steps):
+            optimizer.zero_grad()
+            task.loss(batch.output(model), batch.target).backward()  # type: ignore[no-untyped-call]
+            if topology.optimizer.clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), topology.optimizer.clip_norm)
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+    return dict(model.state_dict())
+
+
+def _batches(topology: Topology, task: Task, steps: int) -> Iterator[Batch]:
+    source = task.training()
+    reader = Reader(source.dataset, source.collate, source.transform)
+    partition = partition_of(source, topology.compute.groups, topology)
+    for step in range(steps):
+        indices = partition.run(step, 0, partition.step_samples)
+        yield batch_of(reader.prepared(indices, partial(reader.collated, indices), None), len(indices), task.forward)
+
+
+def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """The first tensor that differs by more than rounding, in words; ``None`` if there is none."""
+    if found.keys() != expected.keys():
+        return f"the run's model has {', '.join(sorted(found))}, but that of one process {', '.join(sorted(expected))}"
+    for name, value in expected.items():
+        mine = found[name]
+        if mine.shape != value.shape or mine.dtype != value.dtype:
+            return f"{name} is {mine.dtype} of shape {tuple(mine.shape)}, on one process {value.dtype} of {tuple(value.shape)}"
+        apart = (mine - value).abs() / value.abs().clamp(min=1)
+        if value.numel() and not float(apart.max()) <= _ROUNDING.get(value.dtype, 0.0):
+            return f"{name} of the run's model differs by up to {float(apart.max()):g} from that of one process"
+    return None
