@@ -279,11 +279,16 @@ class GridRun:
                     making = asyncio.create_task(
                         self._make(era, endpoint, fetch, handed, newest + 1, standing.givers), name="form the next grid"
                     )
-                    await asyncio.wait({making, lost}, return_when=asyncio.FIRST_COMPLETED)
-                    if not making.done():
-                        if self._next is not None:
-                            self._next.loop.work.replica.abort(ConnectivityError("another worker was lost"))
-                        await abandoned({making})
+                    made = False
+                    try:
+                        await asyncio.wait({making, lost}, return_when=asyncio.FIRST_COMPLETED)
+                        made = making.done()
+                    finally:  # this worker may be ended meanwhile, too
+                        if not made:
+                            if self._next is not None:
+                                self._next.loop.work.replica.abort(ConnectivityError("another worker was lost"))
+                            await abandoned({making})
+                    if not made:
                         return False
                     await making
             await self._membership.agree(f"grid/begun/{self._attempt}", 0, tuple(living))
