@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,25 @@ async def test_averages_that_had_arrived_are_applied(method: str, tmp_path: Path
         assert_same(model_in(tmp_path / str(groups)), model_in(tmp_path / "2"))
 
 
+SERVED: dict[str, dict[str, Any]] = {
+    "sync": {"kind": "model_server", "staleness": "sync", "shards": 2},
+    "bounded": {"kind": "model_server", "staleness": {"bound": 1}, "shards": 2},
+    "async": {"kind": "model_server", "staleness": "async", "shards": 2},
+    "merged": {"kind": "model_server", "staleness": "async", "shards": 2, "merged_fc": True, "split": "2"},
+}
+
+
+@pairwise({"kind": list(SERVED), "groups": [1, 3, 4], "optimizer": list(OPTIMIZERS)})
+async def test_servers_go_on_with_what_they_have(kind: str, groups: int, optimizer: str, tmp_path: Path) -> None:
+    exchange, recipe = SERVED[kind], Recipe(optimizer=OPTIMIZERS[optimizer])
+    await done(topology(exchange, 2, 8, HALF), recipe, folder=tmp_path / "half")
+    await done(topology(exchange, groups, 12, HALF), recipe, folder=tmp_path / "rest", resume=tmp_path / "half")
+    for part in ("model", "server-0", "server-1"):
+        assert_same(tensors(tmp_path / "rest", part), tensors(tmp_path / "half", part))
+    again = await done(topology(exchange, groups, 12, HALF + 2), recipe, resume=tmp_path / "half")
+    assert len(again.recorders["worker/0"].of("step")) == 2
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(data_of(72))
@@ -173,6 +193,32 @@ async def test_each_sample_of_an_epoch_is_trained_once(shuffle: str, elastic: bo
     assert len(set(begun)) == len(begun) == (52 if within else 60)
     for start in (within, within + 5):
         assert sorted(number for step in rest[start : start + 5] for number in step) == [*range(60)]
+
+
+@pairwise(
+    {
+        "kind": [kind for kind in (*SERVED, *APART) if kind != "merged"],
+        "was, groups": [(2, 3), (3, 2), (2, 1), (1, 2)],
+        "elastic": [False, True],
+    }
+)
+async def test_each_sample_is_trained_once_in_every_exchange(
+    kind: str, was: int, groups: int, elastic: bool, tmp_path: Path
+) -> None:
+    """24 of 60 samples before, the other 36 after that, and 54 of the next epoch; whoever of the groups is ahead."""
+    x, y = data_of(60).tensors
+    data, exchange = TensorDataset(torch.cat([torch.arange(60, dtype=x.dtype)[:, None], x], 1), y), (SERVED | APART)[kind]
+    runs: list[list[int]] = []
+    for number, samples, length in ((was, 12, {"steps": 2}), (groups, 18, {"epochs": 2})):
+        recipe = Recipe(train_data=data, eval_data=None, model=lambda: nn.Sequential(Numbered(), network_of()))
+        shape = topology(exchange, number, samples // number, None, job={"elastic": elastic, **length})
+        await done(shape, recipe, folder=tmp_path, resume=tmp_path if runs else None)
+        models: Any = recipe.models.values()
+        runs.append([sample for model in models for step in model[0].seen for sample in step])
+    first, rest = runs
+    times = Counter(first) + Counter(rest)
+    assert (len(first), len(set(first)), len(rest)) == (24, 24, 36 + 54)
+    assert Counter(times.values()) == {2: 54, 1: 6}
 
 
 def trained_by(recipe: Recipe) -> list[list[int]]:
