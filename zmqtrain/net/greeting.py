@@ -2,7 +2,8 @@
 
 They must be understood between *all* releases, so that each end can tell the other why it refuses: a message of two frames, an
 ordinary header (whose magic and version never change their place) and a msgpack map whose keys below never change their meaning.
-Unknown keys are ignored.
+Unknown keys are ignored. The first key, `check`, has the checksum of the map: what a greeting says of epochs and sessions is
+believed, so a flipped bit must not say something else.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from sys import intern
 from typing import Any, Literal, NamedTuple, get_type_hints
+from zlib import crc32
 
 import msgpack
 
@@ -72,10 +74,28 @@ _KEYS = {
 }
 
 
+#: The key of the checksum, and what stands in its place while it is computed.
+_CHECK, _NO_CHECK = "check", bytes(4)
+_PLACE = msgpack.packb(_CHECK) + msgpack.packb(_NO_CHECK)[: -len(_NO_CHECK)]
+"""What comes before the checksum."""
+
+
 def encode_greeting(greeting: Hello | Refusal) -> list[bytes]:
     kind = "hello" if isinstance(greeting, Hello) else "refusal"
-    body: bytes = msgpack.packb({"kind": kind, **greeting._asdict()})
+    body: bytes = msgpack.packb({_CHECK: _NO_CHECK, "kind": kind, **greeting._asdict()})
+    start = body.index(_PLACE) + len(_PLACE)
+    body = body[:start] + crc32(body).to_bytes(4, "big") + body[start + len(_NO_CHECK) :]
     return [encode_header(Header(kind, version=greeting.version)), body]
+
+
+def _require_whole(body: bytes, check: object) -> None:
+    """Raise `WireError` if the checksum says that the greeting was damaged; earlier releases send none."""
+    if check is None:
+        return
+    start = body.find(_PLACE) + len(_PLACE)
+    before = body[:start] + _NO_CHECK + body[start + len(_NO_CHECK) :]
+    if not isinstance(check, bytes) or crc32(before).to_bytes(4, "big") != check:
+        raise WireError("a greeting that was damaged on the way")
 
 
 def decode_greeting(frames: Sequence[bytes | memoryview]) -> Hello | Refusal:
@@ -89,6 +109,7 @@ def decode_greeting(frames: Sequence[bytes | memoryview]) -> Hello | Refusal:
     kind = body.get("kind") if isinstance(body, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise WireError("no greeting")
+    _require_whole(bytes(frames[1]), body.get(_CHECK))
     values: list[Any] = []
     for name, expected, absent in _KEYS[kind]:
         value = body.get(name, absent)
