@@ -16,7 +16,7 @@ from zmqtrain.membership.barrier import Barriers
 from zmqtrain.membership.client import Membership
 from zmqtrain.net.scoped import ScopedEndpoint
 from zmqtrain.train.checkpoint.handed_over import HandedOver
-from zmqtrain.train.grid_plan import Era, Standing
+from zmqtrain.train.grid_plan import Era, Shapes, Standing
 from zmqtrain.train.grid_run import GridRun
 from zmqtrain.train.replica import TorchReplica
 
@@ -96,7 +96,7 @@ def from_a_newcomer(patches: Patches) -> None:
 
     async def mutated(self: GridRun, view: Any, _era: Era | None, row: int) -> list[str]:
         living = self._living(view)
-        return [peer for peer in self._all[row :: self._rows] if peer in living]
+        return [peer for peer in self._all[row :: self._shapes.rows] if peer in living]
 
     patches.around(GridRun, "_holders", lambda _: mutated)
 
@@ -172,8 +172,8 @@ def _places(patches: Patches, other: Callable[[Era, Mapping[str, int], str], Era
         return mutated
 
     def plans(before: Any) -> Any:
-        def mutated(standing: Standing, living: Mapping[str, int], most: int) -> Era | None:
-            era: Era | None = before(standing, living, most)
+        def mutated(standing: Standing, living: Mapping[str, int], shapes: Shapes) -> Era | None:
+            era: Era | None = before(standing, living, shapes)
             return era if era is None else other(era, living, me.get())
 
         return mutated

@@ -70,13 +70,19 @@ def of_one_process(clip_norm: float = 0.0) -> Mapping[str, Tensor]:
     return model.state_dict()
 
 
-def topology(grid: str, clip_norm: float = 0.0, **job: Any) -> Topology:
+def topology(grid: str, clip_norm: float = 0.0, smaller: tuple[str, ...] = (), **job: Any) -> Topology:
     rows, columns = map(int, grid.split("x"))
     return Topology.from_dict(
         {
             "job": {"task": "given:task", "steps": STEPS, "timeout": "5 s", "elastic": True, **job},
             "hosts": [{"name": f"h[1-{rows * columns}]", "slots": 1}],
-            "compute": {"group_size": rows * columns, "grid": grid, "batch_size": BATCH, "bucket_size": 512},
+            "compute": {
+                "group_size": rows * columns,
+                "grid": grid,
+                "batch_size": BATCH,
+                "bucket_size": 512,
+                "smaller_grids": smaller,
+            },
             "exchange": {"kind": "allreduce"},
             "optimizer": {"clip_norm": clip_norm},
             "parallel": {"verify": False},
@@ -226,4 +232,32 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_whenever_a_worker_is_los
     """Which needs a worker of each row: it is done before a step counts."""
     run = trained(tmp_path, "2x2", kill(f"worker/{moment % 4}", at=0.045 + 0.002 * moment), clip_norm=0.3)
     assert len(run.grids) == 1
+    require_equal(run.model, of_one_process(0.3))
+
+
+@pytest.mark.parametrize("smaller", ["3x1", "1x3"])
+@pytest.mark.parametrize("moment", range(3))
+def test_they_may_form_a_grid_of_other_rows_and_come_back_to_the_first(
+    alone: Mapping[str, Tensor], tmp_path: Path, smaller: str, moment: int
+) -> None:
+    run = trained(
+        tmp_path, "2x2", restart("worker/1", at=0.03 + 0.003 * moment, after=0.03), smaller=(smaller,), checkpoint_every=2
+    )
+    assert [form for _, form, _ in run.grids] == [smaller, "2x2"]
+    assert len(run.grids[0][2]) == 3
+    require_equal(run.model, alone)
+
+
+def test_on_a_grid_of_one_row_each_has_all_that_the_others_need(alone: Mapping[str, Tensor], tmp_path: Path) -> None:
+    """So whoever is lost, the last one trains on."""
+    smaller = ("1x3", "1x2", "1x1")
+    run = trained(tmp_path, "2x2", *(kill(f"worker/{rank}", step=step) for rank, step in ((1, 1), (0, 2), (2, 4))), smaller=smaller)
+    assert [form for _, form, _ in run.grids] == ["1x3", "1x2", "1x1"]
+    require_equal(run.model, alone)
+
+
+@pytest.mark.parametrize("smaller", ["3x1", "1x3"])
+def test_gradients_are_clipped_on_other_rows(tmp_path: Path, smaller: str) -> None:
+    run = trained(tmp_path, "2x2", kill("worker/3", at=0.05), clip_norm=0.3, smaller=(smaller,))
+    assert [form for _, form, _ in run.grids] == [smaller]
     require_equal(run.model, of_one_process(0.3))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from zmqtrain.train.grid_plan import Era, Standing, next_era
+from zmqtrain.train.grid_plan import Era, Shapes, Standing, next_era
 
 
 def living(*ranks: int) -> dict[str, int]:
@@ -33,16 +33,16 @@ def test_the_largest_grid_of_those_that_are_left(
     left: list[tuple[int, ...]], there: tuple[int, ...], most: int, found: tuple[int, ...]
 ) -> None:
     standing = Standing(3, 2, tuple(peers(*row) for row in left))
-    era = next_era(standing, living(*there), most)
+    era = next_era(standing, living(*there), Shapes(2, most))
     assert era == Era(4, 2, tuple((peer, 0) for peer in peers(*found)))
 
 
 def test_the_first_era_is_of_all_by_rank() -> None:
-    standing = Standing(-1, 0, ((), ()))
+    standing = Standing(-1, 0, ())
     assert standing.broken
     assert standing.givers == standing.gone == ()
-    assert next_era(standing, living(0, 1, 2, 3), 2) == Era(0, 2, tuple((peer, 0) for peer in peers(0, 1, 2, 3)))
-    assert next_era(standing, living(7), 2) is None
+    assert next_era(standing, living(0, 1, 2, 3), Shapes(2, 2)) == Era(0, 2, tuple((peer, 0) for peer in peers(0, 1, 2, 3)))
+    assert next_era(standing, living(7), Shapes(2, 2)) is None
 
 
 def test_when_it_is_broken_and_when_it_grows() -> None:
@@ -50,9 +50,9 @@ def test_when_it_is_broken_and_when_it_grows() -> None:
     assert not whole.broken
     assert not whole.over
     assert whole.givers == peers(0, 1)
-    assert not whole.grows(5, 3)
-    assert whole.grows(6, 3)
-    assert not whole.grows(6, 2)
+    assert not whole.grows(5, Shapes(2, 3))
+    assert whole.grows(6, Shapes(2, 3))
+    assert not whole.grows(6, Shapes(2, 2))
     assert Standing(0, 2, (peers(0, 2), peers(1, 3)), ended=True).over
     lost = Standing(0, 2, (peers(0, 2), ()))
     assert lost.broken
@@ -63,7 +63,7 @@ def test_whoever_is_lost_each_row_has_one_that_had_it() -> None:
     draw = random.Random(1)
     for _ in range(300):
         rows, most = draw.randint(2, 4), draw.randint(1, 5)
-        era = next_era(Standing(-1, 0, ((),) * rows), living(*range(rows * most)), most)
+        era = next_era(Standing(-1, 0, ()), living(*range(rows * most)), Shapes(rows, most))
         assert era is not None
         for number in range(4):
             there = living(*sorted(draw.sample(range(rows * most), draw.randint(rows, rows * most))))
@@ -72,9 +72,22 @@ def test_whoever_is_lost_each_row_has_one_that_had_it() -> None:
             )
             if standing.gone:
                 break
-            following = next_era(standing, there, most)
+            following = next_era(standing, there, Shapes(rows, most))
             assert following is not None
             assert len(set(following.peers)) == len(following.peers) == rows * min(most, len(there) // rows)
             for row, giver in enumerate(standing.givers):
                 assert giver in {peer for peer, _ in following.row(row)}
             era = following
+
+
+def test_other_grids_take_in_those_who_would_be_spares() -> None:
+    shapes = Shapes(2, 2, ((1, 2), (3, 1), (1, 3)))
+    assert [shapes.largest(workers) for workers in range(5)] == [None, None, (1, 2), (3, 1), (2, 2)]
+    lost = Standing(0, 2, (peers(0, 2), peers(3)))
+    assert next_era(lost, living(0, 2, 3), shapes) == Era(1, 3, tuple((peer, 0) for peer in peers(0, 2, 3)))
+    three = Standing(1, 1, (peers(0), peers(2), peers(3)))
+    assert three.grows(4, shapes)
+    assert not Standing(1, 1, (peers(0), peers(3))).grows(3, Shapes(2, 2))
+    assert Standing(1, 1, (peers(0), peers(3))).grows(3, shapes)
+    assert Shapes(2, 2, ((3, 1),)).largest(2) == (2, 1)
+    assert next_era(three, living(0, 1, 2, 3), shapes) == Era(2, 2, tuple((peer, 0) for peer in peers(0, 1, 2, 3)))

@@ -76,7 +76,7 @@ class AllReduceExchange(Serverless):
         return cls(
             context.sums_of_all(scale=1.0 / (worker.placement.groups * every)),
             every=every,
-            by_bucket=worker.topology.compute.overlap and context.untouched,
+            by_bucket=worker.topology.compute.overlap and context.untouched and worker.era is None,
             members=context.members,
             recorder=worker.recorder,
             overlap=worker.topology.compute.overlap,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator, model_validator
 
-from zmqtrain.topology.section import ByteSize, Section
+from zmqtrain.topology.section import ByteSize, Section, Texts
 
 #: A grid, such as ``2x4``.
 GRID = r"^[1-9]\d{0,3}x[1-9]\d{0,3}$"
@@ -113,6 +113,12 @@ class Compute(Section):
         "Default: 1xN for a group of N workers (data parallelism). auto: the grid and plan that `zmqtrain plan` "
         "finds.",
     )
+    smaller_grids: Texts = Field(
+        default=(),
+        description="For elastic runs on a `grid` of several rows: grids of fewer workers on which the run may go on after losses, "
+        'like ["3x1", "1x2"], beside those with the rows of `grid` and fewer columns. It takes the one with the most workers of '
+        "those that are left; of equal ones that with the rows of `grid`, and then the first one here.",
+    )
     device: Literal["auto", "cpu", "cuda", "modelled"] = Field(
         default="auto",
         description="Where workers compute. auto: the host's devices in turn; or else CUDA where the machine has it; or else the "
@@ -166,6 +172,13 @@ class Compute(Section):
         if isinstance(values, dict) and values.get("groups") == "auto":
             return {**values, "groups": 1, "auto_groups": True}
         return values
+
+    @field_validator("smaller_grids")
+    @classmethod
+    def _are_grids(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [each for each in value if re.match(GRID, each) is None]:
+            raise ValueError(f'{wrong[0]!r} is not a grid: write "PRxPC", like "1x2"')
+        return value
 
     @property
     def rows(self) -> int:

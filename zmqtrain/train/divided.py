@@ -223,8 +223,9 @@ class PartConverter:
     @classmethod
     def among(cls, model: nn.Module, fabric: Fabric) -> PartConverter:
         """As `of`, but the workers of ``fabric`` stand in for this worker's column: one of each row, in their order, from whatever
-        columns."""
-        assert isinstance(model, ParallelModel)
+        columns. A model that is not divided is whole on each."""
+        if not isinstance(model, ParallelModel):
+            return cls({}, None)
         members = tuple(range(fabric.size))
         shards = model.shards_by_name()
         assert all(shard.dimension is None or len(shard.members) == fabric.size for shard in shards.values())

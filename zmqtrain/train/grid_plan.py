@@ -1,7 +1,8 @@
 """Who trains on which grid after workers were lost or have come. Pure.
 
-A grid of Pr rows goes on with as many columns as there are workers for, and with no more than the job's; the others are spares.
-Each worker stays in its row if there is a place, so that only those move of whom a row has too many, or who come.
+A grid of Pr rows goes on with as many columns as there are workers for, and with no more than the job's; or, if the job names
+others, with the grid that needs the most of those that are there. The others are spares. While the rows stay, each worker stays in
+its row if there is a place, so that only those move of whom a row has too many, or who come.
 """
 
 from __future__ import annotations
@@ -11,6 +12,23 @@ from dataclasses import dataclass
 
 from zmqtrain.data.slots import Life
 from zmqtrain.net.endpoint import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The grids that a run may have."""
+
+    rows: int
+    columns: int
+    """The job's, of which there may be fewer."""
+    others: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of smaller grids, of which the first one of a size is preferred."""
+
+    def largest(self, workers: int) -> tuple[int, int] | None:
+        """Rows and columns of the grid with the most of so many workers; ``None`` if they are too few for any."""
+        own = self.rows, min(self.columns, workers // self.rows)
+        able = [shape for shape in (*self.others, own) if 0 < shape[0] * shape[1] <= workers]
+        return max(able, key=lambda shape: shape[0] * shape[1], default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +86,10 @@ class Standing:
         """Whether another era is to follow at once."""
         return self.ended or self.broken
 
-    def grows(self, workers: int, most: int) -> bool:
-        """Whether so many ``workers``, where a grid has at most so many columns, can form a larger grid."""
-        return min(most, workers // len(self.holders)) > self.columns
+    def grows(self, workers: int, shapes: Shapes) -> bool:
+        """Whether so many ``workers`` can form a larger grid."""
+        rows, columns = shapes.largest(workers) or (0, 0)
+        return rows * columns > len(self.holders) * self.columns
 
     @property
     def gone(self) -> tuple[int, ...]:
@@ -83,15 +102,14 @@ class Standing:
         return tuple(there[0] for there in self.holders) if self.number >= 0 else ()
 
 
-def next_era(standing: Standing, living: Mapping[PeerId, int], most: int) -> Era | None:
-    """The era that follows, of those that are ``living`` (by rank); ``None`` if they are too few for a column.
-
-    ``most``: the columns of the job's grid."""
-    rows = len(standing.holders)
-    columns = min(most, len(living) // rows)
-    if not columns:
+def next_era(standing: Standing, living: Mapping[PeerId, int], shapes: Shapes) -> Era | None:
+    """The era that follows, of those that are ``living`` (by rank); ``None`` if they are too few for any grid."""
+    shape = shapes.largest(len(living))
+    if shape is None:
         return None
-    seats = [list(there[:columns]) for there in standing.holders]
+    rows, columns = shape
+    kept = standing.holders if rows == len(standing.holders) else ((),) * rows  # otherwise there are no such rows any more
+    seats = [list(there[:columns]) for there in kept]
     seated = {peer for row in seats for peer in row}
     others = iter([peer for peer in living if peer not in seated])
     for row in _by_need(seats, columns):

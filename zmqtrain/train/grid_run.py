@@ -34,8 +34,9 @@ from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.scoped import ScopedEndpoint
+from zmqtrain.topology.compute import rows_and_columns
 from zmqtrain.train.checkpoint.handed_over import HandedOver, from_another
-from zmqtrain.train.grid_plan import Era, Standing, next_era
+from zmqtrain.train.grid_plan import Era, Shapes, Standing, next_era
 from zmqtrain.train.loop import TrainLoop
 from zmqtrain.train.torch_work import TorchWork
 from zmqtrain.waiting import abandoned
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 #: What a worker says when its part of an era has ended: that the run has, or that another era follows.
 _END, _NEXT = 0, 1
 #: All agree on single numbers of at most 64 bits, in which there is room for several smaller ones.
-_MOST_COLUMNS, _MOST_STEPS = 1 << 20, 1 << 60
+_SIDE, _MOST_STEPS = 1 << 14, 1 << 60
 
 
 class _NoMoreEras(Exception):
@@ -85,7 +86,8 @@ class GridRun:
         self._context, self._task = context, task
         self._membership, self._timeouts = context.membership, context.timeouts
         self._all = tuple(worker.peer for worker in context.placement.workers)
-        self._rows, self._most = context.topology.compute.rows, context.topology.compute.columns
+        compute = context.topology.compute
+        self._shapes = Shapes(compute.rows, compute.columns, tuple(map(rows_and_columns, compute.smaller_grids)))
         self._life: _Life | None = None
         self._next: _Life | None = None  # while it is being made
         self._era: Era | None = None  # the newest that has begun, as far as this worker was there
@@ -154,7 +156,7 @@ class GridRun:
                 life.gate.close()
                 if await self._agree_on(view):
                     assert self._standing is not None
-                    grows = self._standing.grows(len(self._living(view)), self._most)
+                    grows = self._standing.grows(len(self._living(view)), self._shapes)
                     life.gate.stop = self._standing.begun + 1 if grows else None
                     life.gate.open()
                 continue
@@ -265,9 +267,9 @@ class GridRun:
         if standing.gone:
             rows = " and ".join(str(row) for row in standing.gone)
             await self._give_up(f"no worker is left that has the part of the model of row {rows} of the grid")
-        era = next_era(standing, living, self._most)
+        era = next_era(standing, living, self._shapes)
         if era is None:
-            await self._give_up(f"{len(living)} workers are left, fewer than the {self._rows} rows of the grid")
+            await self._give_up(f"{len(living)} workers are left, fewer than any of the job's grids needs")
         if life is not None:
             await life.work.rest_at(newest)
             life.loop.counts_up_to(newest)
@@ -293,7 +295,7 @@ class GridRun:
                     await making
             await self._membership.agree(f"grid/begun/{self._attempt}", 0, tuple(living))
         before, self._era = self._era, era
-        self._standing = Standing(era.number, era.columns, tuple(era.holders(row, self._all) for row in range(self._rows)))
+        self._standing = Standing(era.number, era.columns, tuple(era.holders(row, self._all) for row in range(era.rows)))
         self._life, self._next = self._next, None
         if self._life is not None:
             self._record(view, era, before, self._life.ready.result())
@@ -369,7 +371,9 @@ class GridRun:
         topology, placement = context.topology, context.placement
         job = topology.job.model_copy(update={"elastic": False, "restarts": 0, "min_workers": None})
         compute = topology.compute.model_copy(update={"group_size": len(era.workers), "grid": f"{era.rows}x{era.columns}"})
-        parallel = topology.parallel.model_copy(update={"verify": topology.parallel.verify and not era.number})
+        parallel = topology.parallel
+        statistics = parallel.statistics or "whole"  # as on grids of several rows, also if this one has one
+        parallel = parallel.model_copy(update={"verify": parallel.verify and not era.number, "statistics": statistics})
         roles = tuple(replace(placement.role(peer), index=rank, group=0, position=rank) for rank, peer in enumerate(era.peers))
         placement = replace(placement, roles=roles, group_size=len(roles))
         return replace(
@@ -414,12 +418,14 @@ class GridRun:
 
     async def _agree_on(self, view: View) -> bool:
         """Find out with all others in this view how things stand. Returns whether it is known; not if there is a newer view."""
-        living, era, rows = self._living(view), self._era, range(self._rows)
+        living, era = self._living(view), self._era
         begun = -1 if self._life is None else self._life.gate.begun
         try:
-            newest = await self._agree(view, "era", 0 if era is None else (era.number + 1) * _MOST_COLUMNS + era.columns)
-            number, columns = newest // _MOST_COLUMNS - 1, newest % _MOST_COLUMNS
-            holders = [await self._holders(view, era if era is not None and era.number == number else None, row) for row in rows]
+            mine = 0 if era is None else ((era.number + 1) * _SIDE + era.rows) * _SIDE + era.columns
+            rest, columns = divmod(await self._agree(view, "era", mine), _SIDE)
+            number, rows = rest // _SIDE - 1, rest % _SIDE
+            own = era if era is not None and era.number == number else None
+            holders = [await self._holders(view, own, row) for row in range(rows)]
             progress = await self._agree(view, "progress", self._changing * _MOST_STEPS + begun + 1)
         except ConnectivityError as error:
             await self._wait_for_newer(view, error)
