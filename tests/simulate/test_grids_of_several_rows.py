@@ -4,7 +4,7 @@ models are compared with one process, in double precision. Each step is trained 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -261,3 +261,18 @@ def test_gradients_are_clipped_on_other_rows(tmp_path: Path, smaller: str) -> No
     run = trained(tmp_path, "2x2", kill("worker/3", at=0.05), clip_norm=0.3, smaller=(smaller,))
     assert [form for _, form, _ in run.grids] == [smaller]
     require_equal(run.model, of_one_process(0.3))
+
+
+def test_several_groups_that_sum_are_as_one_on_a_wider_grid(tmp_path: Path) -> None:
+    """As the refusal of several elastic groups says; but for batch norm."""
+    plain = replace(task(), model=lambda: nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 3)).double())
+    one, several = topology("2x4", elastic=False), topology("2x4", elastic=False).to_dict()
+    several["compute"] |= {"groups": 2, "group_size": 4, "grid": "2x2", "batch_size": BATCH // 2}
+    models = []
+    for number, given in enumerate((one, Topology.from_dict(several))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        result = simulate(given, options=Options(faults=(), task=plain, checkpoints=folder / "checkpoints"))
+        assert (result.ending.status, result.broken) == ("done", [])
+        models.append(load_file(folder / "model.safetensors"))
+    require_equal(*models)

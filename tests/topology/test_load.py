@@ -274,7 +274,7 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
             "[job]\nelastic = true\n[compute]\ngroups = 2\ngroup_size = 4\ngrid = '2x2'\n[exchange]\nkind = 'allreduce'\n",
             "job.elastic",
             2,
-            "one group and a grid of several columns, such as 2x2",
+            'groups = 1, group_size = 8, grid = "2x4", batch_size = 128',
         ),
         (
             "[job]\nelastic = true\n[compute]\ngroup_size = 4\ngrid = '2x2'\n[data]\nshuffle = 'ring'\n",

@@ -25,8 +25,18 @@ from zmqtrain.train.task import Task, build_model, build_optimizer, load_task
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
-def trained_alone(topology: Topology, steps: int, task: Task | None = None, data_path: str | None = None) -> Mapping[str, Tensor]:
-    """The model's state after so many steps of the run. ``task``: in place of the one that the topology names."""
+def comparable(topology: Topology) -> bool:
+    """Whether all steps of a run count, each on its whole batch, and the arithmetic is one process's up to the order of sums."""
+    compute = topology.compute
+    alike = topology.parallel.statistics != "local" and compute.accumulate == 1 and compute.precision == "float32"
+    return topology.elastic and compute.rows > 1 and topology.trains and alike
+
+
+def trained_alone(
+    topology: Topology, steps: int, task: Task | None = None, data_path: str | None = None
+) -> Mapping[str, Tensor] | None:
+    """The model's state after so many steps of the run; ``None`` if a step draws random numbers, which are others in a run.
+    ``task``: in place of the one that the topology names."""
     job = topology.job
     if task is None:
         assert job.task is not None
@@ -35,6 +45,7 @@ def trained_alone(topology: Topology, steps: int, task: Task | None = None, data
         seed_everything(job.seed)
         model = build_model(task)
         optimizer, schedule = build_optimizer(task, model, topology)
+        drawn = torch.get_rng_state()
         for batch in _batches(topology, task, steps):
             optimizer.zero_grad()
             task.loss(batch.output(model), batch.target).backward()  # type: ignore[no-untyped-call]
@@ -43,7 +54,8 @@ def trained_alone(topology: Topology, steps: int, task: Task | None = None, data
             optimizer.step()
             if schedule is not None:
                 schedule.step()
-    return dict(model.state_dict())
+        alike = torch.equal(torch.get_rng_state(), drawn)
+    return dict(model.state_dict()) if alike else None
 
 
 def _batches(topology: Topology, task: Task, steps: int) -> Iterator[Batch]:

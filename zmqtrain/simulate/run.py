@@ -31,7 +31,7 @@ from zmqtrain.run.assembly import Assembly, Listeners
 from zmqtrain.run.ending import Ending, ending_by, ending_of
 from zmqtrain.run.faults import Fault, faults_of, remaining
 from zmqtrain.run.report import LOG
-from zmqtrain.simulate.audit import Auditor
+from zmqtrain.simulate.audit import Auditor, Compare
 from zmqtrain.simulate.clock import VirtualLoop, run_virtual
 from zmqtrain.simulate.cluster import Cluster
 from zmqtrain.simulate.host import Plan, be_host
@@ -71,8 +71,8 @@ class Options:
     usual_s: float | None = None
     """How many virtual seconds the run takes without faults. The auditor then demands that it ends soon after the last of them."""
     compare_model: bool = False
-    """Train the task's model in one process, too, and compare the run's with it, if it is an elastic run on a grid of several rows:
-    of such a run all steps count, and on whole batches."""
+    """Train the task's model in one process, too, and compare the run's with it, if it is an elastic run on a grid of several rows
+    whose arithmetic is the same (`zmqtrain.simulate.one_process.comparable`)."""
     launcher_deaths: Sequence[Death] | None = None
     """When launchers die, and how long they are away; beside those among the faults. With a list, even an empty one, each launcher
     keeps a journal, and processes live on without it for ``[job] alone``."""
@@ -214,8 +214,7 @@ class Simulation:
         self._placement = place(topology)
         self._timeouts = topology.job.timeouts
         clock = lambda: asyncio.get_running_loop().time()  # noqa: E731
-        compares = options.compare_model and topology.elastic and topology.compute.rows > 1 and topology.trains
-        compare = partial(_compare, topology, options) if compares else None
+        compare = _comparing(topology, options) if options.compare_model else None
         self._auditor = Auditor(topology, self._placement, clock, usual_s=options.usual_s, compare=compare)
 
     async def run(self) -> Result:
@@ -369,10 +368,16 @@ class Simulation:
         self._auditor.note(f"unhandled: {context.get('message')}: {type(error).__name__}: {error}")
 
 
-def _compare(topology: Topology, options: Options, step: int, state: ModelState) -> str | None:
-    from zmqtrain.simulate.one_process import difference, trained_alone
+def _comparing(topology: Topology, options: Options) -> Compare | None:
+    if not (topology.elastic and topology.trains):
+        return None
+    from zmqtrain.simulate.one_process import comparable, difference, trained_alone
 
-    return difference(state, trained_alone(topology, step, options.task, options.data_path or topology.data.path))
+    def compare(step: int, state: ModelState) -> str | None:
+        alone = trained_alone(topology, step, options.task, options.data_path or topology.data.path)
+        return None if alone is None else difference(state, alone)
+
+    return compare if comparable(topology) else None
 
 
 def _torch_device(context: RoleContext) -> Device:

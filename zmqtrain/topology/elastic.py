@@ -66,12 +66,20 @@ def _why_not_with_sums(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
 def _why_not_on_a_grid(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     """Where the model is divided over several rows: the parts of a lost worker must be somewhere else, too."""
     exchange, compute, job = topology.exchange, topology.compute, topology.job
-    if exchange.kind != "allreduce" or compute.groups > 1 or compute.columns == 1:
+    if exchange.kind == "allreduce" and compute.groups > 1:
+        groups, rows, columns = compute.groups, compute.rows, compute.groups * compute.columns
+        return (
+            f"an elastic run on grids of several rows has one group; with all-reduce, {groups} groups on {compute.grid} are as one "
+            f'on a wider grid: groups = 1, group_size = {groups * compute.group_size}, grid = "{rows}x{columns}", batch_size = '
+            f"{groups * compute.batch_size} (batch norm then sees all of it)",
+            (("compute", "groups"), ("compute", "grid")),
+        )
+    if exchange.kind != "allreduce" or compute.columns == 1:
         return (
             f"the grid {compute.grid} divides the model among workers of which none can be missing; an elastic run needs a grid of "
             f'one row, such as 1x{compute.group_size}, or kind = "allreduce", one group and a grid of several columns, such as '
             f"{compute.rows}x2",
-            (("compute", "grid"), ("exchange", "kind"), ("compute", "groups")),
+            (("compute", "grid"), ("exchange", "kind")),
         )
     obstacles: list[tuple[bool, str, Path]] = [
         (exchange.compression != "none", "compression: a lost worker takes along what was not sent", ("exchange", "compression")),
