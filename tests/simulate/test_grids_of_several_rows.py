@@ -210,10 +210,13 @@ def test_without_the_last_worker_of_a_row_the_run_begins_again_from_its_checkpoi
     require_equal(run.model, alone)
 
 
-@pytest.mark.parametrize("at_ms", [54, 62, 72])
-def test_all_stop_together_also_while_the_next_grid_is_formed(alone: Mapping[str, Tensor], tmp_path: Path, at_ms: int) -> None:
+@pytest.mark.parametrize(("at_ms", "smaller"), [(54, ""), (62, ""), (72, ""), (72, "3x1"), (72, "1x3")])
+def test_all_stop_together_also_while_the_next_grid_is_formed(
+    alone: Mapping[str, Tensor], tmp_path: Path, at_ms: int, smaller: str
+) -> None:
     """And what they have kept is resumed on the first grid."""
-    run = trained(tmp_path, "2x2", kill("worker/1", at=0.055), status="preempted", preempt_at_s=1e-3 * at_ms)
+    asked_s, others = 1e-3 * at_ms, (smaller,) if smaller else ()
+    run = trained(tmp_path, "2x2", kill("worker/1", at=0.055), status="preempted", preempt_at_s=asked_s, smaller=others)
     assert run.result.seconds < 1
     options = Options(faults=(), task=task(), checkpoints=tmp_path / "checkpoints", resume=tmp_path / "checkpoints")
     result = simulate(topology("2x2"), options=options)
