@@ -30,6 +30,7 @@ from zmqtrain.simulate.explore import horizon_of, try_seed
         ("teams-gossip", 3),
         ("grid", 2),
         ("grid-elastic", 319),  # the launcher dies while it hands out what a run resumes
+        ("grid-elastic", 730046),  # one that was lost is back before another has built its part
         ("merged-fc", 6),
         ("averaging", 50004),  # the others leave while one that comes back asks one of them that is lost
         ("merged-copied", 3174),  # a worker is given up while it joins

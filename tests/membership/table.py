@@ -68,9 +68,9 @@ class Table:
                     self.outcome = outcome
         return actions
 
-    def ask(self, what: str, *args: Any) -> int:
+    def ask(self, what: str, *args: Any, **named: Any) -> int:
         self._ticket += 1
-        self.take(getattr(self.roster, f"handle_{what}")(*args, self._ticket, self.now))
+        self.take(getattr(self.roster, f"handle_{what}")(*args, self._ticket, self.now, **named))
         return self._ticket
 
     def join(self, peer: str, incarnation: int = 1) -> int:

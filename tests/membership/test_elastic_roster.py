@@ -296,6 +296,16 @@ def test_a_loss_or_another_view_ends_an_agreement_for_all() -> None:
     assert table.answers[unversioned] == 5
 
 
+def test_nobody_waits_for_a_process_in_whose_place_there_is_another_one() -> None:
+    table = running()
+    who = everybody(table)
+    lives = {peer: member.incarnation for peer, member in table.roster.view().members.items() if peer in who}
+    table.join("worker/1", incarnation=2)
+    late = table.ask("agree", "worker/0", "begun", 0, who, None, processes=lives)
+    assert "another process has taken its place" in str(table.answers[late])
+    assert table.ask("agree", "worker/0", "begun", 0, who, None, processes=lives | {"worker/1": 2}) not in table.answers
+
+
 def test_agreements_are_among_members_and_time_out() -> None:
     table = running()
     assert isinstance(table.answers[agree(table, "worker/0", 1, ["worker/1"])], UsageError)

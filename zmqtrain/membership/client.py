@@ -148,15 +148,25 @@ class Membership:
             "barrier", self._scope + name, who, self._next_call(), timeout=self.timeouts.barrier_s + self.timeouts.lost_s
         )
 
-    async def agree(self, name: str, value: int, members: Sequence[PeerId], *, version: int | None = None) -> int:
+    async def agree(
+        self,
+        name: str,
+        value: int,
+        members: Sequence[PeerId],
+        *,
+        version: int | None = None,
+        processes: Mapping[PeerId, int] | None = None,
+    ) -> int:
         """Wait until all ``members`` have called the agreement of this name; all get the largest of their values.
 
         Either all get it or none: raises `PeerLostError` as soon as a member is gone, and `PeerTimeoutError`, which names those
         missing. ``version``: the agreement is about the view of this version; raises `ViewChangedError` if there is a newer one.
+        ``processes``: the members' incarnations; one in whose place there is another process already is gone, too.
         """
         who: Value = list(members)
+        lives: Value = None if processes is None else [processes[peer] for peer in members]
         patience_s = self.timeouts.barrier_s + self.timeouts.lost_s
-        answer = await self._ask("agree", self._scope + name, value, who, version, self._next_call(), timeout=patience_s)
+        answer = await self._ask("agree", self._scope + name, value, who, version, self._next_call(), lives, timeout=patience_s)
         if not isinstance(answer, int):
             raise ProtocolError(f"the coordinator answered the agreement {name!r} with {answer!r:.60}, which is not a number")
         return answer

@@ -376,13 +376,23 @@ class Coordinator:
         return await self._decide(lambda ticket: self._roster.handle_barrier(caller, name, who, ticket, self._now(), call))
 
     async def _serve_agree(
-        self, caller: PeerId, name: Value, value: Value, members: Value, version: Value, call: Value = None
+        self,
+        caller: PeerId,
+        name: Value,
+        value: Value,
+        members: Value,
+        version: Value,
+        call: Value = None,
+        lives: Value = None,
     ) -> Value:
-        match name, value, members, version, call:
-            case str(called), int(number), [*peers], int() | None as about, int() | None as numbered:
+        match name, value, members, version, call, lives:
+            case str(called), int(number), [*peers], int() | None as about, int() | None as numbered, list() | None:
                 who = [str(peer) for peer in peers]
+                processes = None if lives is None else dict(zip(who, lives, strict=False))
                 return await self._decide(
-                    lambda ticket: self._roster.handle_agree(caller, called, number, who, about, ticket, self._now(), numbered)
+                    lambda ticket: self._roster.handle_agree(
+                        caller, called, number, who, about, ticket, self._now(), numbered, processes
+                    )
                 )
         raise ProtocolError(f"{caller} calls an agreement with a wrong name, value or members")
 

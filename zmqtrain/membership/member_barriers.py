@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zmqtrain.errors import PeerLostError, UsageError, ViewChangedError, ZmqTrainError
 from zmqtrain.membership.actions import Action, Refuse, Ticket
@@ -58,6 +58,7 @@ class MemberBarriers:
         version: int | None,
         newest: int,
         call: int | None = None,
+        processes: Mapping[PeerId, int] | None = None,
     ) -> list[Action]:
         """A member gives its value for an agreement, whose members all get the largest one.
 
@@ -65,12 +66,14 @@ class MemberBarriers:
             version: the view that it is about, if it is about one; a newer view ends it.
             newest: the version of the newest view that the members were told.
             call: the member's number of this call.
+            processes: the incarnations of members, if another process of the name is another member.
         """
         if version is not None and version < newest:
             error = ViewChangedError(f"the members have changed: view {newest} is the newest, not {version}")
             return [Refuse(ticket, error)]
         who = tuple(sorted(set(members)))
-        refused = self._not_all_here(peer, who, f"the agreement {name!r}")
+        what = f"the agreement {name!r}"
+        refused = self._not_all_here(peer, who, what) or self._replaced(processes, what)
         if refused is not None:
             return [Refuse(ticket, refused)]
         return self._barriers.arrive(peer, f"agree/{name}", who, ticket, now, value=value, version=version, call=call)
@@ -83,6 +86,13 @@ class MemberBarriers:
             return UsageError(f"{peer} calls {what} {why}")
         gone = next((entry for entry in known if entry.gone), None)
         return None if gone is None else PeerLostError(gone.member.peer, gone.reason, waiting_for=what)
+
+    def _replaced(self, processes: Mapping[PeerId, int] | None, what: str) -> PeerLostError | None:
+        for peer, incarnation in (processes or {}).items():
+            entry = self._members.get(peer)
+            if entry is not None and entry.member.incarnation != incarnation:
+                return PeerLostError(peer, "another process has taken its place", waiting_for=what)
+        return None
 
     def _all_workers(self, version: int, *, elastic: bool) -> tuple[PeerId, ...]:
         """The members of a barrier of all workers; the same object until the members change."""

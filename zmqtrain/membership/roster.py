@@ -341,16 +341,20 @@ class Roster:
         ticket: Ticket,
         now: float,
         call: int | None = None,
+        processes: Mapping[PeerId, int] | None = None,
     ) -> list[Action]:
         """A member gives its value for an agreement. ``version``: the view that it is about; a newer view ends it. ``call``: the
-        member's number of this call; one that is repeated gets the answer that it had."""
+        member's number of this call; one that is repeated gets the answer that it had. ``processes``: the incarnations of members,
+        of which nobody can be waited for in whose place there is another process."""
         known = self._barriers.answered(f"agree/{name}", peer, call, ticket)
         if known is not None:
             return known
         error = self._may_not(peer)
         if error is not None:
             return [Refuse(ticket, error)]
-        return self._meetings.agree(peer, name, value, members, ticket, now, version=version, newest=self._told, call=call)
+        return self._meetings.agree(
+            peer, name, value, members, ticket, now, version=version, newest=self._told, call=call, processes=processes
+        )
 
     def handle_barrier(
         self, peer: PeerId, name: str, members: Sequence[PeerId] | None, ticket: Ticket, now: float, call: int | None = None

@@ -293,7 +293,8 @@ class GridRun:
                     if not made:
                         return False
                     await making
-            await self._membership.agree(f"grid/begun/{self._attempt}", 0, tuple(living))
+            # Whoever was lost may have come back already: that one begins nothing here.
+            await self._membership.agree(f"grid/begun/{self._attempt}", 0, tuple(living), processes=living)
         before, self._era = self._era, era
         self._standing = Standing(era.number, era.columns, tuple(era.holders(row, self._all) for row in range(era.rows)))
         self._life, self._next = self._next, None
