@@ -222,6 +222,10 @@ class Requests:
             self._post(incoming.source, (kind, incoming.tag[1]), payload)
         except zmqtrain.errors.ConnectivityError:
             return  # the caller has gone
+        except zmqtrain.errors.WireError:
+            if kind != ERROR:  # it may be this answer that cannot be sent
+                raise
+            # Otherwise the link was closed for a damaged message, of which both ends know.
 
     async def close(self) -> None:
         """Cancel what is being served; nothing is answered any more."""
