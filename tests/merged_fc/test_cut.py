@@ -46,6 +46,22 @@ def test_all_that_depends_on_its_beginning_is_of_it_and_nothing_else() -> None:
     assert second_phase(steps) == {"head", "scaled", "output"}
 
 
+def test_what_is_computed_of_parameters_and_buffers_is_where_it_is_used() -> None:
+    steps = [
+        ForwardStep("x"),
+        ForwardStep("table", stored=True),
+        ForwardStep("both", ("table",)),
+        ForwardStep("conv", ("x", "both"), "convolution", "conv"),
+        ForwardStep("weight", stored=True),
+        ForwardStep("norm", ("weight",)),
+        ForwardStep("mean", stored=True),
+        ForwardStep("decayed", ("mean",), writes="mean"),
+        ForwardStep("head", ("conv", "norm", "mean"), "linear", "head"),
+        ForwardStep("output", ("head", "both")),
+    ]
+    assert second_phase(steps) == {"weight", "norm", "mean", "decayed", "head", "output"}
+
+
 def test_it_may_be_named() -> None:
     steps = chain("cocolol")
     assert second_phase(steps, "net.3") == {step.name for step in steps[3:]}

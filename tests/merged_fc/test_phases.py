@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +63,55 @@ class Branching(nn.Module):
         return self.conv(x) if x.sum() > 0 else -self.conv(x)
 
 
+class Halved(torch.autograd.Function):
+    """Its backward cannot be found by following its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / 2
+
+
+class Decaying(nn.Linear):
+    """A layer with a buffer that it changes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("mean", torch.ones(inputs))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        mean: Tensor = self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)  # type: ignore[operator,union-attr]
+        return super().forward(x - mean)
+
+
+class Unusual(nn.Module):
+    """What a graph might lose: parts without gradients, functions with a backward of their own, layers with two names, weights that
+    are computed of parameters, values of buffers, and modules with hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Sequential(nn.Conv2d(4, 4, 1))
+        self.second.register_full_backward_hook(lambda module, before, after: (before[0] * 3,))
+        self.fc, self.normed = nn.Linear(64, 6), nn.Linear(6, 5)
+        self.last = Decaying(5, 3)
+        self.head = nn.Sequential(self.fc, nn.Tanh())
+        self.register_buffer("scales", torch.tensor([0.5, 2.0, 1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            still = self.conv(x)
+        found = Halved.apply((self.second(self.conv(x)) + still).flatten(1))  # type: ignore[no-untyped-call]
+        weight = self.normed.weight / self.normed.weight.norm()
+        found = functional.linear(self.head(found), weight, self.normed.bias)
+        out: Tensor = self.last(found) * self.scales[:2].exp().sum()  # type: ignore[index]
+        return out
+
+
 def images(side: int = 4, channels: int = 1) -> Tensor:
     return torch.randn(5, channels, side, side)
 
@@ -83,6 +135,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str | None, Callable[[], Tensor]
         images,
         {"2.0", "2.1"},
     ),
+    "unusual": (Unusual, None, images, {"fc", "head.0", "normed", "last"}),
     "not traced in part": (
         lambda: nn.Sequential(Branching(), nn.Flatten(), nn.Linear(16, 4)),
         None,
@@ -101,7 +154,8 @@ def test_together_they_are_the_model(
     whole = make()
     first = split_model(copy.deepcopy(whole), "convolution", split)
     second = split_model(copy.deepcopy(whole), "fc", split)
-    assert {name.rpartition(".")[0] or name for name, _ in second.named_parameters()} == behind
+    assert {name.rpartition(".")[0] or name for name, _ in second.named_parameters(remove_duplicate=False)} == behind
+    assert repr(first)
     assert {**first.state_dict(), **second.state_dict()}.keys() == whole.state_dict().keys()
     assert not first.state_dict().keys() & second.state_dict().keys()
     for each in (whole, first, second):
@@ -114,6 +168,8 @@ def test_together_they_are_the_model(
     assert isinstance(passed, tuple)
     found = second(*passed)
     assert torch.equal(found, expected)
+    for name, buffer in (*first.named_buffers(), *second.named_buffers()):
+        assert torch.equal(buffer, whole.get_buffer(name)), name
     expected.square().sum().backward()
     found.square().sum().backward()
     gradients = {name: parameter.grad for phase in (first, second) for name, parameter in phase.named_parameters()}
@@ -162,9 +218,81 @@ class Forked(nn.Module):
         return conv
 
 
+class Once(nn.Module):
+    """Does something in its forward that its graph would not do in every step, unless a module of its own does it."""
+
+    def __init__(self, does: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.does, self.calls, self.kept = does, 0, torch.ones(2)
+        self.conv, self.fc = nn.Conv2d(1, 1, 3), nn.Linear(4, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.does(self)
+        found: Tensor = self.fc(self.conv(x).flatten(1) * self.count * 0)
+        return found
+
+
+def _counts(model: Any) -> None:
+    model.calls += 1
+
+
+def _assigns(model: Any) -> None:
+    model.count = model.count + 1
+
+
+def _writes(model: Any) -> None:
+    model.kept *= 2
+
+
+ONCE: dict[str, Callable[[Any], object]] = {
+    "draws random numbers (rand)": lambda model: torch.rand(()) < 0.5,
+    "draws from Python's or numpy's random numbers": lambda model: random.random() < 0.5,
+    "changes the attribute 'calls'": _counts,
+    "assigns the buffer 'count'": _assigns,
+    "changes a tensor that a module keeps as an attribute": _writes,
+    "uses torch.autocast": lambda model: torch.autocast("cpu").__enter__(),
+}
+
+
+@pytest.mark.parametrize("said", ONCE)
+def test_what_a_graph_would_do_only_once_is_refused_or_not_traced(said: str) -> None:
+    model = Once(ONCE[said])
+    with pytest.raises(UsageError, match=f"its forward {re.escape(said)}.*Do it in a module of its own"):
+        split_model(model, "fc")
+    assert (model.calls, float(model.count), float(model.kept.sum())) == (0, 0.0, 2.0), "as it was"
+    within = nn.Sequential(Once(ONCE[said]), nn.Linear(2, 2))
+    first = split_model(within, "convolution", "1")
+    module = first.get_submodule("0")
+    assert isinstance(module, Once)
+    module.does = _counts
+    first(torch.ones(1, 1, 4, 4))
+    assert module.calls == 1
+
+
+def _hooked() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Linear(2, 2))
+    model.register_forward_hook(lambda module, inputs, output: output * 2)
+    return model
+
+
+class ChangedByBoth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 1, 3), nn.Linear(2, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale[:1].mul_(0.9)  # type: ignore[operator,index]
+        found: Tensor = self.fc(self.conv(x * self.scale)) * self.scale
+        return found
+
+
 @pytest.mark.parametrize(
     ("make", "split", "said"),
     [
+        (_hooked, None, r"called with hooks of its own \(forward_hooks\)"),
+        (ChangedByBoth, None, "both use scale, which the forward changes"),
         (Tied, None, "both use the parameter inner.weight = scores.weight. Untie it"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "0", "nothing before the split has parameters"),
         (lambda: nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten()), "1", "nothing behind the split has parameters"),

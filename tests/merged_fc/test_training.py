@@ -76,6 +76,28 @@ async def test_synchronous_groups_equal_one_process(groups: int, size: int, dtyp
     assert [name for name, _ in recipe.models["fc/0"].named_parameters()] == ["6.weight", "6.bias", "8.weight", "8.bias"]
 
 
+class Detached(nn.Module):
+    """Nothing in its convolution phase gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(252, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            found = torch.tanh(self.conv(x)).flatten(1)
+        out: Tensor = self.fc(found)
+        return out
+
+
+async def test_a_convolution_phase_without_gradients_stays_as_it_is() -> None:
+    recipe = recipe_of(model=lambda: Detached().double())
+    result = await run(merged(2, 2, 12, job={"steps": 3}), recipe)
+    assert not result.errors, result.errors
+    expected = alone(recipe_of(model=lambda: Detached().double()), 3, 24)
+    assert (whole(recipe) - expected).norm() <= 1e-12 * expected.norm()
+
+
 async def test_merged_is_unmerged_with_its_losses_and_its_evaluation() -> None:
     values = []
     for exchange in ({}, {"merged_fc": True}, {"merged_fc": True, "split": "8"}):

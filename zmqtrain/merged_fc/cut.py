@@ -7,7 +7,7 @@ the forward's steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +31,10 @@ class ForwardStep:
     kind: StepKind = "other"
     module: str = ""
     """The module that it calls, such as ``classifier.1``; empty for operations."""
+    stored: bool = False
+    """Whether it reads a parameter or a buffer. Other steps without inputs are inputs of the forward."""
+    writes: str = ""
+    """The step that reads the buffer which this one changes in place."""
 
 
 def second_phase(steps: Sequence[ForwardStep], split: str | None = None) -> frozenset[str]:
@@ -38,7 +42,8 @@ def second_phase(steps: Sequence[ForwardStep], split: str | None = None) -> froz
 
     Without ``split`` the phase starts at the first linear layer after the last convolution or, after recurrent layers or attention,
     at the last linear layer of all. ``split`` names a module: the phase then starts at the first call of it, or of a module inside
-    it. Everything that depends on the start belongs to the phase.
+    it. Everything that depends on the start belongs to the phase, and so does what is computed of parameters and buffers for it
+    alone.
 
     Raises `UsageError` if there is no such start.
     """
@@ -52,7 +57,24 @@ def second_phase(steps: Sequence[ForwardStep], split: str | None = None) -> froz
     for step in steps:
         if step.name in beginning or any(source in behind for source in step.inputs):
             behind.add(step.name)
-    return frozenset(behind)
+    return frozenset(behind | _for_it_alone(steps, behind))
+
+
+def _for_it_alone(steps: Sequence[ForwardStep], behind: Set[str]) -> set[str]:
+    """Steps that do not depend on the forward's inputs, and whose results only the second phase uses. One that changes a buffer,
+    and whose result nobody uses, is where the buffer is used otherwise."""
+    of_inputs, users = set[str](), dict[str, set[str]]()
+    for step in steps:
+        if any(source in of_inputs for source in step.inputs) or not (step.inputs or step.stored):
+            of_inputs.add(step.name)
+        for source in step.inputs:
+            users.setdefault(source, set()).add(step.name)
+    found = set[str]()
+    for step in reversed(steps):
+        by = users.get(step.name) or (users.get(step.writes, set()) - {step.name} if step.writes else set())
+        if step.name not in of_inputs and by and by <= behind | found:
+            found.add(step.name)
+    return found - behind
 
 
 def _found(steps: Sequence[ForwardStep]) -> ForwardStep:

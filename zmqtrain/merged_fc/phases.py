@@ -8,14 +8,16 @@ mode, and `zmqtrain.merged_fc.cut` decides where it is divided.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from zmqtrain.errors import UsageError
 from zmqtrain.merged_fc.cut import ForwardStep, StepKind, second_phase
-from zmqtrain.merged_fc.trace import traced
+from zmqtrain.merged_fc.trace import WITHOUT_GRADIENTS, traced
 from zmqtrain.parallel.placed.model import layer_sizes
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.adapted_schedule import Schedule
@@ -33,6 +35,8 @@ _FUNCTIONS: Mapping[str, StepKind] = {
     **dict.fromkeys(("scaled_dot_product_attention", "multi_head_attention_forward", "embedding"), "sequence"),
     "linear": "linear",
 }
+#: Names of functions that change their first argument, beside those that end with an underscore.
+_IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ior", "iand"})
 
 
 class Phase(nn.Module):
@@ -67,7 +71,8 @@ class Phase(nn.Module):
         for own, theirs in ((self._parameters, graph._parameters), (self._buffers, graph._buffers)):
             for name in theirs:
                 theirs[name] = own.get(name, theirs[name])  # type: ignore[arg-type,assignment]
-        return graph(*inputs, **named)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # as before, also where it raises in a part without gradients
+            return graph(*inputs, **named)
 
     def extra_repr(self) -> str:
         return f"{self.name} phase"
@@ -84,7 +89,7 @@ def split_model(model: nn.Module, name: PhaseName, split: str | None = None) -> 
     cuts = {training: _Cut(model.train(training), split) for training in (True, False)}
     model.train(was)
     first, second = (frozenset().union(*(each.tensors(of) for each in cuts.values())) for of in (False, True))
-    _check(model, first, second)
+    _check(model, first, second, frozenset().union(*(each.changed_buffers() for each in cuts.values())))
     graphs = {training: cut.graph_module(name == "fc") for training, cut in cuts.items()}
     kept = second if name == "fc" else frozenset(map(id, _tensors(model))) - (second - first)
     _keep(model, kept)
@@ -122,6 +127,8 @@ class _Cut:
                 tuple(source.name for source in node.all_input_nodes),
                 _kind(model, node),
                 str(node.target) if node.op == "call_module" else "",
+                node.op != "placeholder",
+                _written(node),
             )
             for node in self._graph.nodes
         ]
@@ -150,6 +157,11 @@ class _Cut:
                 found.add(id(_attribute(self._model, str(node.target))))
         return frozenset(found)
 
+    def changed_buffers(self) -> frozenset[str]:
+        """The names of buffers that an operation of the forward changes in place."""
+        names = {node.name: str(node.target) for node in self._graph.nodes if node.op == "get_attr"}
+        return frozenset(names[written] for node in self._graph.nodes if (written := _written(node)))
+
     def graph_module(self, second: bool) -> fx.GraphModule:
         """Make a module of one phase's operations. ``second``: of the FC phase, whose inputs are the convolution phase's
         outputs."""
@@ -161,10 +173,35 @@ class _Cut:
             used = any(self._second[user] == second for user in node.users)
             here = used if node.op == "get_attr" else self._second[node] == second
             if here and node not in copied:
-                copied[node] = graph.node_copy(node, copied.__getitem__)
+                with _as_traced(graph, node):
+                    copied[node] = graph.node_copy(node, copied.__getitem__)
         if not second:
             graph.output(tuple(copied[node] for node in self._crossing))
         return fx.GraphModule(self._model, graph)
+
+
+@contextmanager
+def _as_traced(graph: fx.Graph, node: fx.Node) -> Iterator[None]:
+    """Nodes that are added to the graph are computed without gradients, if ``node`` was."""
+    if WITHOUT_GRADIENTS not in node.meta or node.op == "get_attr":
+        yield
+        return
+    before = graph.call_function(torch.is_grad_enabled)
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    yield
+    graph.call_function(torch._C._set_grad_enabled, (before,))
+
+
+def _written(node: fx.Node) -> str:
+    """The name of the step that reads the buffer which an operation changes in place; empty if it changes none."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or node.kwargs.get("inplace") is True
+    if node.op not in ("call_method", "call_function") or not (in_place or "out" in node.kwargs):
+        return ""
+    target = node.kwargs.get("out", node.args[0] if node.args else None)
+    while isinstance(target, fx.Node) and target.op in ("call_method", "call_function") and target.args:
+        target = target.args[0]  # it may be a view
+    return target.name if isinstance(target, fx.Node) and target.op == "get_attr" else ""
 
 
 def _graph_of(model: nn.Module) -> fx.Graph:
@@ -202,8 +239,15 @@ def _kind(model: nn.Module, node: fx.Node) -> StepKind:
     return next((kind for kind, types in kinds if any(isinstance(module, types) for module in within)), "other")
 
 
-def _check(model: nn.Module, first: frozenset[int], second: frozenset[int]) -> None:
-    """Raise `UsageError` if a phase has nothing to train, or both phases train the same parameter."""
+def _check(model: nn.Module, first: frozenset[int], second: frozenset[int], changed: frozenset[str]) -> None:
+    """Raise `UsageError` if a phase has nothing to train, or both phases train the same parameter, or use a buffer that the forward
+    changes (``changed``)."""
+    for name in sorted(changed):
+        if id(_attribute(model, name)) in first & second:
+            raise UsageError(
+                f"the model cannot be split in two phases: both use {name}, which the forward changes. Name another module "
+                "in [exchange] split, or set merged_fc = false"
+            )
     trained = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     shared = [name for name, parameter in trained.items() if id(parameter) in first & second]
     if shared:
@@ -222,14 +266,16 @@ def _check(model: nn.Module, first: frozenset[int], second: frozenset[int]) -> N
 def _keep(module: nn.Module, kept: Iterable[int]) -> None:
     """Remove all parameters and buffers except ``kept`` from a module and its submodules, and then empty submodules."""
     kept = frozenset(kept)
-    for table in (module._parameters, module._buffers):
-        for name in [name for name, tensor in table.items() if tensor is not None and id(tensor) not in kept]:
-            del table[name]
-    for name, child in list(module.named_children()):
-        had = any(True for _ in _tensors(child))
-        _keep(child, kept)
-        if had and not any(True for _ in _tensors(child)):
-            del module._modules[name]
+    # Before anything is removed: a module may have several names.
+    held = {child for each in module.modules() for child in each.children() if any(True for _ in _tensors(child))}
+    for each in list(module.modules()):
+        for table in (each._parameters, each._buffers):
+            for name in [name for name, tensor in table.items() if tensor is not None and id(tensor) not in kept]:
+                del table[name]
+    for each in list(module.modules()):
+        for name, child in list(each._modules.items()):
+            if child in held and not any(True for _ in _tensors(child)):
+                del each._modules[name]
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -98,7 +98,7 @@ class MergedStep:
         given_up = answer is GIVEN_UP  # then the gradients of this step go nowhere, but their buckets must be handed over
         if not given_up:
             value = math.nan if answer.loss is None else answer.loss
-            if not answer.gradients:
+            if not answer.gradients and not math.isfinite(value):
                 raise NonFiniteLossError(value, self._settings.rank, step)
             self._loss += value * samples
             self._samples += samples

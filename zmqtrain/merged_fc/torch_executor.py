@@ -112,7 +112,10 @@ class TorchExecutor:
                 if looks and self._trials.due(loss, samples, read=loss.device.type == "cpu"):
                     require_mean(self._task.loss, output, target, samples, loss.detach())
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise TaskError("Task.loss(output, target) must return the mean loss: a tensor of one element that requires a gradient")
+            pair = ", and with merged_fc not a pair (sum, weight)" if isinstance(loss, tuple) else ""
+            raise TaskError(
+                f"Task.loss(output, target) must return the mean loss: a tensor of one element that requires a gradient{pair}"
+            )
         value = float(loss.detach())
         if not math.isfinite(value) and self._settings.stop_on_nan:
             return Trained(value, self._device.clock() - start, tuple(() for _ in parts))

@@ -1,40 +1,74 @@
-"""The graph of a model's forward, by `torch.fx`; and where it cannot be traced."""
+"""The graph of a model's forward, by `torch.fx`; and where it cannot be traced.
+
+A forward is traced once, and the graph is computed in every step. So what a forward does besides calling torch on its inputs must
+be in the graph, or the module that does it is not traced: random numbers, attributes that it changes, hooks.
+"""
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from zmqtrain.data.draws import not_drawing
 from zmqtrain.errors import UsageError
 
 #: While it traces, torch.fx replaces methods of all modules of the process: workers that are threads of one take turns.
 _TRACING = threading.Lock()
+#: In `torch.fx.Node.meta`: the node is computed without gradients.
+WITHOUT_GRADIENTS = "zmqtrain.without_gradients"
+
+
+#: How often a forward is traced before it is said to draw: other roles' threads in the same process may have drawn meanwhile.
+_DRAWS = 4
+
+
+class _OnceOnlyError(Exception):
+    """A forward does something that its graph would not do in every step."""
+
+
+class _DrawnError(_OnceOnlyError):
+    """Somebody has drawn from Python's or numpy's random numbers meanwhile."""
 
 
 class _Tracer(fx.Tracer):
     """Stops at torch's own layers, and at modules that are to be left whole."""
 
+    proxy_buffer_attributes = True  # what is computed from a buffer is not a constant: the buffer may change
+
     def __init__(self, whole: frozenset[str]) -> None:
         super().__init__()
         self._whole = whole
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
+        self._gradients = torch.is_grad_enabled()
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return name in self._whole or super().is_leaf_module(module, name)
+        hooked = bool(module._backward_hooks or module._backward_pre_hooks)  # which see tensors, but nothing that is traced
+        return name in self._whole or hooked or super().is_leaf_module(module, name)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        if self._gradients and not torch.is_grad_enabled():
+            node.meta[WITHOUT_GRADIENTS] = True
+        return node
 
     # Modules that other threads call meanwhile come here, too, and are none of ours.
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
@@ -52,13 +86,21 @@ def traced(model: nn.Module, whole: Iterable[str] = ()) -> fx.Graph:
 
 def _traced(model: nn.Module, whole: frozenset[str]) -> fx.Graph:
     try:
-        return _Tracer(whole).trace(model)
+        return _graph(model, whole)
     except Exception as error:
         name, reason = _culprit(model, whole, error)
         where = f"its module {name!r} ({type(model.get_submodule(name)).__name__})" if name else "its forward"
-        raise UsageError(
-            f"torch.fx cannot trace {where}: {reason}. Branches and loops must not depend on values of tensors: rewrite it without"
-        ) from error
+        if isinstance(reason, _OnceOnlyError):
+            text = (
+                f"{where} {reason}, which a graph of it would not do in every step. Do it in a module of its own within the "
+                "model, which is not traced, or set merged_fc = false"
+            )
+        else:
+            text = (
+                f"torch.fx cannot trace {where}: {reason}. Branches and loops must not depend on values of tensors: rewrite it "
+                "without, or put that into a module of its own within the model"
+            )
+        raise UsageError(text) from error
 
 
 def _culprit(model: nn.Module, whole: frozenset[str], error: Exception) -> tuple[str, Exception]:
@@ -68,11 +110,124 @@ def _culprit(model: nn.Module, whole: frozenset[str], error: Exception) -> tuple
             continue
         inner = frozenset(each.removeprefix(f"{name}.") for each in whole if each.startswith(f"{name}."))
         try:
-            _Tracer(inner).trace(module)
+            _graph(module, inner)
         except Exception as raised:  # noqa: BLE001 - whatever a forward does with values that are none
             found, reason = _culprit(module, inner, raised)
             return f"{name}.{found}" if found else name, reason
     return "", error
+
+
+def _graph(module: nn.Module, whole: frozenset[str]) -> fx.Graph:
+    """The graph of what the forward does with its inputs. Raises `_OnceOnlyError` if it does anything else, which is undone."""
+    if hooks := [name for name in _HOOKS if getattr(module, name)]:
+        raise _OnceOnlyError(f"is called with hooks of its own ({', '.join(name.strip('_') for name in hooks)})")
+    for again in reversed(range(_DRAWS)):
+        tracer = _Tracer(whole)
+        try:
+            with _unchanged(module), _functions_in(tracer), _no_autocast(tracer), _Real(module):
+                return tracer.trace(module)
+        except _DrawnError:
+            if not again:
+                raise
+    raise AssertionError("unreachable")
+
+
+#: Those of the module that is traced: its forward is traced, and not its call.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Real(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations that are carried out while a forward is traced, since none of their arguments follows from its inputs. Their
+    results are constants of the graph."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        values = (value for each in module.modules() for value in vars(each).values())
+        self._kept = {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _OnceOnlyError(f"draws random numbers ({func.overloadpacket.__name__}) that do not follow from its inputs")
+        if func._schema.is_mutable:
+            written = (value for value in args if isinstance(value, Tensor))
+            if any(value.untyped_storage()._cdata in self._kept for value in written):
+                raise _OnceOnlyError("changes a tensor that a module keeps as an attribute")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _functions_in(tracer: _Tracer) -> Iterator[None]:
+    """`torch.autograd.Function` calls are in the graph. (They would be traced into, and lose their backward.)"""
+    original = vars(Function)["apply"]
+
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracer.thread or not any(isinstance(each, fx.Proxy) for each in args):
+            return original.__get__(None, function)(*args, **kwargs)
+
+        def call(*given: Any, **named: Any) -> Any:
+            return function.apply(*given, **named)
+
+        call.__name__ = function.__name__
+        return tracer.create_proxy("call_function", call, args, kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _no_autocast(tracer: _Tracer) -> Iterator[None]:
+    """A forward may not change the precision of some of its operations."""
+    original = torch.autocast.__enter__
+
+    def enter(context: torch.autocast) -> Any:
+        if threading.get_ident() == tracer.thread:
+            raise _OnceOnlyError("uses torch.autocast")
+        return original(context)  # type: ignore[no-untyped-call]
+
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Afterwards modules are as they were, and so are the generators of random numbers. Raises `_OnceOnlyError` where something
+    that was there has become another one. (What was ``None``, or is new, is a cache or a record.)"""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    with not_drawing():
+        numbers = random.getstate(), np.random.get_state()
+        try:
+            yield
+            changed = [name for each, own, _ in before for name, value in own.items() if _changed(value, vars(each).get(name))]
+            assigned = [name for each, _, own in before for name, value in own.items() if each._buffers.get(name) is not value]
+        finally:
+            drawn = random.getstate() != numbers[0] or not all(map(np.array_equal, np.random.get_state(), numbers[1]))
+            if drawn:
+                random.setstate(numbers[0])
+                np.random.set_state(numbers[1])
+            for module, own, buffers in before:
+                for name in [name for name, value in vars(module).items() if name not in own and isinstance(value, fx.Proxy)]:
+                    del vars(module)[name]
+                vars(module).update(own)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+    if drawn:
+        raise _DrawnError("draws from Python's or numpy's random numbers")
+    if changed:
+        raise _OnceOnlyError(f"changes the attribute {changed[0]!r}")
+    if assigned:
+        raise _OnceOnlyError(f"assigns the buffer {assigned[0]!r}")
+
+
+def _changed(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor):
+        return before is not now
+    return isinstance(before, int | float) and before is not now and (type(before) is not type(now) or before != now)
 
 
 def _is_layer(module: nn.Module) -> bool:
