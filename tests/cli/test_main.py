@@ -135,6 +135,16 @@ def test_values_on_the_command_line_go_before_the_file(folder: Path) -> None:
         load_with(folder / "job.toml", ["job.task.deeper=2"])
 
 
+@pytest.mark.parametrize("text", ["123", "true", "2024-01-01", "1e5", "0x10"])
+def test_what_looks_like_a_number_is_text_where_a_key_takes_text(folder: Path, text: str) -> None:
+    assert (
+        load_with(folder / "job.toml", [f"job.name={text}", "job.seed=0x10"]).job
+        == load_with(folder / "job.toml", [f'job.name="{text}"', "job.seed=16"]).job
+    )
+    with pytest.raises(TopologyError, match='"0x2": is not a grid'):
+        load_with(folder / "job.toml", [f"job.name={text}", "compute.grid=0x2"])
+
+
 def test_hosts_on_the_command_line(folder: Path) -> None:
     path = folder / "hosts.toml"
     path.write_text('[job]\n[[hosts]]\nname = "a"\nslots = 1\n[[hosts]]\nname = "b"\nslots = 1\n')

@@ -257,6 +257,14 @@ def _saves_alone(session: Session, model: nn.Module, optimizer: Any, inputs: Ten
         model.state_dict()
 
 
+def _looks_within(session: Session, model: nn.Module, optimizer: Any, inputs: Tensor, target: Tensor) -> None:
+    kept: list[Tensor] = []
+    model[1].register_forward_hook(lambda module, given, output: kept.append(output))  # type: ignore[index]
+    loss = cross_entropy(model(inputs), target)
+    assert kept[0].dim() == 2
+    (loss + kept[0].abs().mean()).backward()
+
+
 def _leaves_out_a_step(session: Session, model: nn.Module, optimizer: Any, inputs: Tensor, target: Tensor) -> None:
     loss = cross_entropy(model(inputs), target)
     if session.rank:
@@ -273,6 +281,7 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
     "a penalty": ("norm of the parameter '0.weight'", lambda s, m, *_: sum(each.norm() for each in m.parameters())),
     "an average": ("detach of the parameter '0.weight'", lambda s, m, *_: [each.detach() for each in m.parameters()]),
     "a copy": ("a copy of a model that", lambda s, m, *_: copy.deepcopy(m)),
+    "an activation": ("abs of an activation within the model", _looks_within),
     "a layer alone": ("the layer '0' was called by itself", lambda s, m, _, x, __: m[0](x)),  # type: ignore[index]
     "twice differentiated": (
         "cannot be differentiated twice",
@@ -297,6 +306,27 @@ def test_what_parts_would_make_wrong_is_refused(name: str) -> None:
 
     with pytest.raises(TaskError, match=why):
         run_sessions(grid_of(), program)
+
+
+def test_an_optimizer_of_the_last_layers_alone() -> None:
+    """The other parameters, which need gradients and get none of their own, are not the same on all workers: each has a part."""
+
+    def train(model: nn.Module, replicate: Callable[..., Any], rows: slice) -> Tensor:
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)  # type: ignore[index]
+        replicate(model, optimizer)
+        inputs, target = images().tensors
+        for step in range(5):
+            optimizer.zero_grad()
+            cross_entropy(model(inputs[step : step + 6, 0, 0][rows]), target[step : step + 6][rows]).backward()
+            optimizer.step()
+        return model.state_dict()["2.weight"].clone()
+
+    def program(session: Session) -> Tensor:
+        return train(made(linear), session.replicate, slice(*even_bounds(6, 2, session.column)))
+
+    expected = train(made(linear), lambda *_: None, slice(0, 6))
+    for weight in run_sessions(grid_of("2x2"), program):
+        torch.testing.assert_close(weight, expected, rtol=1e-11, atol=1e-12)
 
 
 #: Losses that are no means over samples, and what the error says of them.

@@ -9,7 +9,7 @@ it sums (`zmqtrain.train.loss_sums`), and by its constants, which workers compar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ class LossWatch:
         batches: Callable[[], Batches],
         is_own_thread: Callable[[], bool],
         remark: Callable[[str], None],
+        opened: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """
         Args:
@@ -68,8 +69,9 @@ class LossWatch:
             is_own_thread: returns whether the calling thread is the one that runs ``model``. Sessions in other threads of the
                 process have losses of their own.
             remark: called with what the user should know of a loss that need not be wrong.
+            opened: makes a context in which the session itself may look into the model's graph.
         """
-        self._batches, self._is_own_thread, self._remark = batches, is_own_thread, remark
+        self._batches, self._is_own_thread, self._remark, self._opened = batches, is_own_thread, remark, opened
         self._own = frozenset(map(id, parameters))
         #: Within `zmqtrain.embed.replicated.Replicated.accumulating`: second derivatives are not tried there.
         self.only_adding = False
@@ -112,8 +114,11 @@ class LossWatch:
 
     def _before_backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Raises `TaskError` if ``loss`` is no mean over samples. Called in the thread of some session."""
-        if not self._is_own_thread():
-            return
+        if self._is_own_thread():
+            with self._opened():
+                self._look_at(loss, gradient)
+
+    def _look_at(self, loss: Tensor, gradient: Tensor | None) -> None:
         taken = self._pieces.take()
         if not self._are_means:
             return

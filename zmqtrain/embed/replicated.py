@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.data.bridge import Bridge
 from zmqtrain.embed.gradients import PartGradient, Watch, WatchedGradient, plain
+from zmqtrain.embed.grid.parts import PartParameter
 from zmqtrain.embed.guards import LOCAL, Guards, check_hooks, checksum, settings_of
 from zmqtrain.embed.loss_watch import Batches, LossWatch
 from zmqtrain.embed.other_loops import OtherLoops
@@ -135,6 +136,7 @@ class Replicated:
             batches=self._batches,
             is_own_thread=self._is_the_scripts,
             remark=self._remark_soon,
+            opened=self._opened,
         )
         self._share = share
         self._optimizers = OtherOptimizers(self, replica.optimizer, replica.parameters, self._is_own_thread)
@@ -278,10 +280,11 @@ class Replicated:
 
     def _of_others(self) -> tuple[float, float]:
         """Sum and norm of what other optimizers train; in one step also of other parameters that losses depend on, which may be
-        trained by hand."""
+        trained by hand. (Those of a divided model cannot be, and workers have parts of them.)"""
         tensors = self._optimizers.lasting()
         if self.step == self.first_step + LOSSES_TRIED:
-            tensors += [parameter.detach() for parameter in self._losses.take_foreign_parameters()]
+            foreign = self._losses.take_foreign_parameters()
+            tensors += [parameter.detach() for parameter in foreign if not isinstance(parameter, PartParameter)]
         return sum_and_norm(tensors) if tensors else (0.0, 0.0)
 
     def _is_own_thread(self) -> bool:

@@ -20,8 +20,9 @@ from zmqtrain.topology.toml_writer import write_value
 _QUOTED = re.compile(r"'([^']*)'")
 _LONGEST_VALUE = 60
 
+NOT_TEXT = "must be a string in quotes"
 _TYPES = {
-    "string_type": "must be a string in quotes",
+    "string_type": NOT_TEXT,
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",

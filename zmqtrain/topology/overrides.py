@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zmqtrain.errors import UsageError
-from zmqtrain.topology.faults import FileFault, TopologyFaultsError, dotted
+from zmqtrain.topology.faults import NOT_TEXT, FileFault, TopologyFaultsError, dotted
 from zmqtrain.topology.load import load_topology, parse_topology
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.toml_lines import find_lines
@@ -25,6 +25,13 @@ class Override:
     value: Any
     label: str
     """How it was given, which errors quote."""
+    text: str | None = None
+    """How it was written, if it was text that may also be read as a number, a date and so on: what a field of text gets."""
+
+    @property
+    def dotted(self) -> str:
+        """Its path as faults have it."""
+        return dotted(tuple(int(part) if part.isdigit() else part for part in self.path))
 
 
 def overridden(
@@ -47,6 +54,10 @@ def overridden(
     try:
         return parse_topology(write_toml(document), file=file, name=name)
     except TopologyFaultsError as error:
+        no_text = {fault.path for fault in error.faults if fault.message == NOT_TEXT}
+        meant = [replace(each, value=each.text, text=None) if each.text and each.dotted in no_text else each for each in overrides]
+        if meant != list(overrides):
+            return overridden(document, meant, file=file, name=name, lines=lines)
         raise TopologyFaultsError([_placed(fault, overrides, lines) for fault in error.faults]) from error
 
 
@@ -64,8 +75,7 @@ def _placed(fault: FileFault, overrides: Sequence[Override], lines: Mapping[str,
     """Attribute an error of the resulting topology, which is not in any file: to the last value that caused it, or else to the
     file."""
     for override in reversed(overrides):
-        key = dotted(tuple(int(part) if part.isdigit() else part for part in override.path))
-        if _within(fault.path, key) or _within(key, fault.path):
+        if _within(fault.path, override.dotted) or _within(override.dotted, fault.path):
             return replace(fault, file=override.label, line=None)
     given = ", ".join(override.label for override in overrides)
     message = f"{fault.message} (with {given})" if given else fault.message

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zmqtrain.errors import UsageError
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.placed.model import parallelize
 from zmqtrain.parallel.placed.pairs import pairs
+from zmqtrain.parallel.plan import LayerPlan, Plan
 from zmqtrain.parallel.shard import gather_state
 from zmqtrain.parallel.sums import sum_gradients
 from zmqtrain.testing.threads import ThreadFabric, run_ranks
@@ -80,6 +82,18 @@ class Misleading(Mlp):
         return self.down_proj(functional.pad(x, (0, 4))) + self.up_proj(x)[..., 2:10] * self.up_proj.weight.sum()
 
 
+class Twice(nn.Module):
+    """Its layers have two names, of which one says that they are a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.head = nn.Sequential(self.fc1, nn.ReLU(), self.fc2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 class Bert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -107,6 +121,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int | None]] = {
     "mlp": (Mlp, 1),
     "gated mlp": (lambda: Mlp(gated=True), 1),
     "gpt": (Gpt, 1),
+    "layers with two names": (Twice, 1),
     "bert": (Bert, 2),
     "misleading": (Misleading, None),
 }
@@ -150,6 +165,15 @@ def test_gradients_are_the_model_s(name: str, grid: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
         if grid == "2x1" and MODELS[name][1] is not None:
             assert sent == MODELS[name][1]
+
+
+def test_a_plan_divides_a_layer_by_one_of_its_names() -> None:
+    def ranks(fabric: ThreadFabric) -> None:
+        named = (LayerPlan("fc1", "model", Grid(2, 1)), LayerPlan("head.2", "whole", Grid(2, 1)))
+        parallelize(Twice(), "2x1", Plan(named), fabric=fabric)
+
+    with pytest.raises(UsageError, match=r"names the layer head\.2, which is fc2, too"):
+        run_ranks(2, ranks)
 
 
 def test_layers_in_a_row_are_no_pair() -> None:

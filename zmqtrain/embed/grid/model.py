@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.collectives.group import bounds
 from zmqtrain.data.batch import Batch
-from zmqtrain.embed.gradients import Watch
+from zmqtrain.embed.gradients import HARMLESS, Watch
 from zmqtrain.embed.grid.digest import digest
 from zmqtrain.embed.grid.meeting import Meetings, What
 from zmqtrain.embed.grid.parts import NO_COPY, Guard, PartGradient, PartParameter, guarded, unguarded
@@ -180,6 +180,7 @@ class DividedScript:
         forward = model.forward
         had = vars(model).get("forward")
         self.parallel.run_by(forward)
+        self.parallel.watch_uses(self._used)
 
         def divided(*inputs: Any, **named: Any) -> Any:
             return forward(*inputs, **named) if self._inside else self._forward(inputs, named)
@@ -206,6 +207,14 @@ class DividedScript:
             raise TaskError(
                 f"the layer {name!r} was called by itself, but [compute] grid divides the model: call the whole model, whose "
                 "forward may do anything, or remove grid"
+            )
+
+    def _used(self, function: Callable[..., Any]) -> None:
+        if not (self._inside or self.guard.open or function in HARMLESS):
+            raise TaskError(
+                f"{getattr(function, '__name__', function)} of an activation within the model (kept by a hook, or in an attribute) "
+                "outside of the model's forward: [compute] grid divides the model, so it is of other workers' samples, too. "
+                "Return it from the model's forward, as an output"
             )
 
     def _forward(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:

@@ -121,13 +121,26 @@ class _Assigning:
                 self._pairs |= pair
 
     def run(self) -> Assignment:
+        first: dict[nn.Module, tuple[str, Assigned]] = {}
         for name, module in self._model.named_modules(remove_duplicate=False):
+            if module in first:
+                self._again(module, name, *first[module])
+                continue
             own = self._assigned(name)
+            first[module] = name, own
             if isinstance(module, nn.TransformerEncoderLayer) and own.choice == "model" and not self._is_whole(name):
                 self._transformer(module, name, own)
             if any(True for _ in self._tensors(module)):
                 self._layer(module, name, own)
         return self._found
+
+    def _again(self, module: nn.Module, name: str, first: str, own: Assigned) -> None:
+        """A module that has another name, too: it is held as under the first one."""
+        planned = self._nearest(name)
+        if planned is not None and self._normal(planned) != own:
+            raise UsageError(f"the plan names the layer {name}, which is {first}, too, and is divided as that one: name it {first}")
+        for each, _ in self._tensors(module):
+            self._found.held[f"{name}.{each}"] = self._found.held[f"{first}.{each}" if first else each]
 
     def _assigned(self, name: str) -> Assigned:
         """What the plan says of a module, of one that it is in, or of the first within it; else as the one before it."""

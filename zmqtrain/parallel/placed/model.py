@@ -180,6 +180,10 @@ class ParallelModel(nn.Module):
         """Let ``forward`` be called for the model's own forward, instead of the model, whose hooks are called elsewhere."""
         self._runs = forward
 
+    def watch_uses(self, outside: Callable[[Callable[..., Any]], None]) -> None:
+        """Call ``outside`` with each function of torch that is given a tensor within the divided model (`World.outside`)."""
+        self._world.outside = outside
+
     def release(self) -> None:
         """Remove what was added to the modules of the model, which is not divided any more."""
         for hook in self._hooks:

@@ -58,6 +58,8 @@ class World:
     """Whether there are tensors with two divided dimensions, which not all rules know."""
     held: dict[int, Placed] = field(default_factory=dict)
     """While a forward runs: parameters and buffers, by the ids of their `Kin`."""
+    outside: Callable[[Callable[..., Any]], None] | None = None
+    """If there is one: called with each function of torch that is given one of the tensors. Raises an error if it may not be."""
 
     @property
     def rank(self) -> int:
@@ -401,6 +403,9 @@ class Placed(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        for world in _worlds(args):
+            if world.outside is not None:
+                world.outside(func)
         if func in BY_SAMPLES:
             args, kwargs = shared_out(args, kwargs or {})
         rule = FUNCTIONS.get(func)
