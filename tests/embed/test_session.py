@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -214,6 +214,27 @@ async def test_an_error_of_the_coroutine_comes_out_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
         await program()
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_session_that_has_ended_says_so() -> None:
+    with zmqtrain.session() as session:
+        batches = iter(session.batches(DATA, 0, batch_size=50))
+        next(batches)
+    dropped = zmqtrain.session().__enter__()  # nobody keeps its block open
+    uses: list[Callable[[], object]] = [
+        session.barrier,
+        lambda: next(batches),
+        lambda: list(session.batches(DATA, 1)),
+        dropped.barrier,
+    ]
+    for use in uses:
+        with pytest.raises(UsageError, match="the session has ended: use it within its block"):
+            use()
+    async with zmqtrain.join() as joined:
+        await joined.barrier()
+    for late in (joined.barrier(), joined.run(print)):
+        with pytest.raises(UsageError, match="the session has ended"):
+            await late
 
 
 def test_a_second_session_of_a_launched_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

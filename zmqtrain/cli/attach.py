@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zmqtrain.cli.runs import LOOK_S, launcher_of, lives, run_status
+from zmqtrain.cli.runs import LOOK_S, launcher_of, lives, run_status, summary_of
 from zmqtrain.errors import HostLostError, SshError
 from zmqtrain.launcher.ssh.leftovers import inspect_hosts
 from zmqtrain.observe.live import LateView, make_view
@@ -86,9 +86,8 @@ def run_attach(name: str, *, json_lines: bool = False) -> int:
 
 def _without_launcher(path: Path, json_lines: bool) -> int:
     """The result of a run that has ended. Raises `HostLostError`, with the state of its agents, if it has lost its launcher."""
-    summary = path / "summary.json"
-    if summary.exists():
-        values = json.loads(summary.read_text(encoding="utf-8"))
+    values = summary_of(path / "summary.json")
+    if values is not None:
         said = f"{values['status']} after {rounded_duration(values['seconds'])}, {counted(values['steps'], 'step')}: {path}"
         print(said, file=sys.stderr if json_lines else sys.stdout)
         return int(values["exit_code"])

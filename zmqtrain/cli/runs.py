@@ -76,8 +76,7 @@ def state_of_run(path: Path) -> dict[str, Any]:
         "status": "running" if process else "lost",
         "pid": process.pid if process else None,
     }
-    if summary.exists():
-        values = json.loads(summary.read_text(encoding="utf-8"))
+    if (values := summary_of(summary)) is not None:
         status |= {key: values.get(key) for key in ("status", "steps", "samples", "seconds", "eval")}
         if process is not None:  # it continues what has ended before
             status["status"] = "running"
@@ -245,12 +244,19 @@ def require_launcher(path: Path) -> psutil.Process:
     return launcher
 
 
+def summary_of(file: Path) -> dict[str, Any] | None:
+    """What a ``summary.json`` says; ``None``: the run has not ended, or has written none that can be read."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) and "status" in values else None
+
+
 def _status_at_its_end(path: Path) -> str | None:
     """The status in ``summary.json``; ``None``: the run has not ended, or has written none."""
-    try:
-        return str(json.loads((training_of(path) / "summary.json").read_text(encoding="utf-8"))["status"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    values = summary_of(training_of(path) / "summary.json")
+    return None if values is None else str(values["status"])
 
 
 def lives(process: psutil.Process) -> bool:

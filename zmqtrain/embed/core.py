@@ -67,6 +67,12 @@ from zmqtrain.train.verifying import one_of_each
 from zmqtrain.waiting import to_the_end
 from zmqtrain.wire.tensor import TensorPayload
 
+#: What is said to whoever uses a session after its end.
+ENDED = (
+    "the session has ended: use it within its block, `with zmqtrain.session() as session:` (or `async with zmqtrain.join()`), "
+    "which has all of the training in it"
+)
+
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - M and O: a model and its optimizer
@@ -124,9 +130,9 @@ class Core:
         assert task is not None
         self._running.add(task)
         try:
-            if self._halted is not None:
+            if self._halted is not None or self.closed:
                 coroutine.close()
-                raise self._halted
+                raise self._halted or UsageError(ENDED)
             return await coroutine
         except asyncio.CancelledError:
             if self._halted is None:
@@ -496,6 +502,7 @@ class Core:
                 if self.replicated is not None:
                     self.replicated.replica.abort(error)
             await thread.close(self.context.timeouts.grace_s)
+        self.bridge.abort(UsageError(ENDED))  # for whoever uses the session from now on
         if not self.finished:
             await self.bridge.abandon()  # it may be making the model that of the run, and puts that back
         self.closed = True

@@ -35,11 +35,11 @@ from torch import Tensor
 
 from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.source import Shard
-from zmqtrain.embed.core import Core, M, O
+from zmqtrain.embed.core import ENDED, Core, M, O
 from zmqtrain.embed.epoch import AsyncBatches, Batches
 from zmqtrain.embed.own_run import enter_world
 from zmqtrain.embed.place import Place
-from zmqtrain.errors import ConnectivityError, RunStopped
+from zmqtrain.errors import ConnectivityError, RunStopped, UsageError
 from zmqtrain.net.loop import run as run_loop
 from zmqtrain.train.callback import Callback
 
@@ -138,7 +138,7 @@ class Session(Place):
             elif threading.get_ident() != thread:  # the garbage collector found it in some thread, that must not wait
                 core.bridge.begin(core.guard(core.end_batches(feed)), end)
             else:
-                with suppress(ConnectivityError):  # this worker is ending, and closes it
+                with suppress(ConnectivityError, UsageError):  # this worker is ending, and closes it
                     self._wait(core.end_batches(feed), end)
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -189,9 +189,9 @@ class AsyncSession(Place):
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """``function(*arguments)`` in the session's compute thread: forward, backward and ``optimizer.step()`` must run there.
 
-        Raises what the function raises, and `ConnectivityError` once the worker has ended."""
+        Raises what the function raises, and `UsageError` once the session has ended."""
         if self._core.closed:
-            raise ConnectivityError("this worker has ended")
+            raise UsageError(ENDED)
         return await self._thread.submit(partial(function, *arguments))
 
     async def replicate(
@@ -237,7 +237,7 @@ class AsyncSession(Place):
                 yield batch.inputs[0]
         finally:
             if not core.closed:
-                with suppress(ConnectivityError):  # this worker is ending, and closes it
+                with suppress(ConnectivityError, UsageError):  # this worker is ending, and closes it
                     await core.end_batches(feed)
 
     def accumulating(self) -> AbstractContextManager[None]:
