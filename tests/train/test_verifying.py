@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.train.test_divided import plan_of, recipe_of
 from tests.train.world import Recipe, run, topology_of
-from zmqtrain.errors import DifferentModelError
+from zmqtrain.errors import DifferentModelError, UsageError
 from zmqtrain.parallel.deferred import Tape, deferred, is_deferred
 from zmqtrain.train.task import build_model
 from zmqtrain.train.verifying import Ordinary
@@ -45,6 +45,28 @@ async def test_without_it_nothing_is_compared() -> None:
     for recorder in result.recorders.values():
         assert not recorder.of("verified")
         assert recorder.of("not verified")[0]["reason"] == "[parallel] verify = false"
+
+
+async def test_lists_of_samples_of_different_lengths_are_refused_by_name() -> None:
+    """Columns' lists have other shapes; the comparison gathers none of them, and the forward says what it was given."""
+
+    class OfList(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3, dtype=torch.float64)
+
+        def forward(self, samples: list[Tensor]) -> Tensor:
+            return torch.stack([self.layer(each).mean(0) for each in samples])
+
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], Tensor]:
+        return [x.expand(3 + int(x[0] > 0), 6) for x, _ in samples], torch.stack([y for _, y in samples])
+
+    recipe = Recipe(model=OfList, collate=collate)
+    sections = {"compute": {"group_size": 4, "batch_size": 8, "grid": "2x2"}, "exchange": {"kind": "allreduce"}}
+    result = await run(topology_of(job={"steps": 2}, parallel={"verify": True}, **sections), recipe)
+    said = [str(error) for error in result.errors.values() if isinstance(error, UsageError)]
+    assert said, result.errors
+    assert all("was given a tensor of shape" in each and "pad them" in each for each in said)
 
 
 async def test_an_optimizer_of_whole_parameters_ends_the_run_before_it_trains() -> None:

@@ -222,7 +222,8 @@ def _digests(batch: Batch) -> tuple[int, int]:
     known = True
     for leaf in leaves((batch.inputs, batch.target, dict(batch.named))):
         if isinstance(leaf, Tensor):
-            shapes.update(f"{leaf.dtype}{list(leaf.shape[1:])};".encode())
+            of_samples = leaf.shape[:1] == (batch.samples,)  # of which columns may have different numbers
+            shapes.update(f"{leaf.dtype}{list(leaf.shape[of_samples:])};".encode())
             content.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif not isinstance(leaf, PLAIN):
             known = False

@@ -354,7 +354,8 @@ class ParallelModel(nn.Module):
             raise UsageError(
                 f"rank {self.fabric.rank} was given a tensor of shape {tuple(value.shape)}; of a batch of {self.batch.size} its "
                 f"column has {stop - start} samples, and they must be the first dimension of all that a divided model is given: "
-                "give a tensor without samples by same() of the divided model (a task does so in Task.forward)"
+                "give a tensor without samples by same() of the divided model (a task does so in Task.forward), and samples of "
+                "different lengths as one tensor: pad them"
             )
         return from_local(value, laid(self.grid), (self.batch.size, *value.shape[1:]), self._world)
 
