@@ -132,6 +132,7 @@ def test_junk_is_no_safetensors_file(junk: bytes, tmp_path: Path) -> None:
         (RunShape("allreduce", 2, 1, 0), r"\[compute\] groups"),
         (RunShape("allreduce", 1, 3, 0, 1), r"\[compute\] group_size = 1, but this run has 3"),
         (RunShape("allreduce", 1, 1, 2), r"\[exchange\] shards"),
+        (RunShape("allreduce", 1, 1, 0, 1), r"merged_fc = false, but this run has true"),
     ],
 )
 async def test_a_checkpoint_of_another_shape_is_refused_before_the_run(other: RunShape, said: str, tmp_path: Path) -> None:

@@ -174,9 +174,10 @@ class Checkpoint:
                 continue  # models may be divided in another way
             if name == "servers" and self.shape.servers and shape.servers:
                 continue  # and among more or fewer servers
-            if mine != getattr(shape, name):
+            if mine != (now := getattr(shape, name)):
+                was, has = (str(bool(each)).lower() if name == "fc_servers" else repr(each) for each in (mine, now))
                 raise CheckpointError(
-                    f"{self.folder} was written with {_SETTINGS[name]} = {mine!r}, but this run has {getattr(shape, name)!r}: "
+                    f"{self.folder} was written with {_SETTINGS[name]} = {was}, but this run has {has}: "
                     f"restore the old value, or {WITHOUT_RESUME}"
                 )
         if self._workers is not None and shape.kind == "model_server" and shape.group_size > 1:
