@@ -237,6 +237,16 @@ async def test_a_session_that_has_ended_says_so() -> None:
             await late
 
 
+def test_torchrun_s_processes_are_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with zmqtrain.session() as session:
+        assert session.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="torchrun has started 2 processes, each of which would train by itself"):
+        zmqtrain.session().__enter__()
+
+
 def test_a_second_session_of_a_launched_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = RoleEnvironment("worker/3", "tcp://127.0.0.1:1", "token")
     for name, value in environment.to_environ().items():

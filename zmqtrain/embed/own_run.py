@@ -211,6 +211,12 @@ async def enter_world() -> AsyncIterator[RoleContext]:
         async with enter_run(environment) as (context, _):
             yield context
         return
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ and ranks != "1":
+        raise UsageError(
+            f"torchrun has started {ranks} processes, each of which would train by itself: start a script with a session by "
+            '`zmqtrain launch FILE script.py`; or let torch.distributed connect the processes, by init_process_group("zmq")'
+        )
     topology = Topology.from_dict({"job": {"name": "alone"}, "compute": {"group_size": 1}})
     data_path = os.environ.get("ZMQTRAIN_DATA")
     alone = open_run(topology, data_path=data_path, network=MemoryNetwork(), model=False)  # the script has the model anyway
