@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from zmqtrain.embed.own_run import OwnRun, open_run
 from zmqtrain.embed.session import join
-from zmqtrain.errors import ConnectivityError, TaskError, UsageError
+from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.task import Task
@@ -75,5 +75,5 @@ async def test_a_file_is_no_topology_yet(given: Any) -> None:
 async def test_a_session_that_has_ended_computes_nothing_more() -> None:
     async with join() as session:
         assert await session.run(int, "7") == 7
-    with pytest.raises(ConnectivityError, match="has ended"):
+    with pytest.raises(UsageError, match="has ended"):
         await asyncio.wait_for(session.run(int, "7"), 20)
