@@ -145,8 +145,10 @@ class Lives:
             if team not in change.teams and team.name not in change.follow:
                 await self._end(team)
         self._held = {team.name: team for team in self._held.values() if team in change.teams}
+        before = self.training
         self._take([team for team in change.teams if team not in self._held.values()])
-        self.finished -= self.training.keys()
+        # Whoever has finished has trained all there was, also if others say later that somebody came then.
+        self.finished -= {peer for peer in self.finished if self.training.get(peer) != before.get(peer)}
         self._serving.teams = self._by_group({team.name: team.peers for team in self._teams.values()})
         for name, first in change.follow.items():
             await self._serving.follow(self.group_of(name), self._teams[name].life, first)

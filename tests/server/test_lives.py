@@ -1,0 +1,64 @@
+"""Who trains with a shard, and who has finished, when workers are lost and come: without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zmqtrain.data.teams import Change, Team
+from zmqtrain.net.endpoint import PeerId
+from zmqtrain.server.lives import Lives
+
+WORKERS = ["worker/0", "worker/1", "worker/2"]
+
+
+class Groups:
+    """Implements `zmqtrain.server.lives.Seats` for groups of which nothing is expected."""
+
+    def __init__(self) -> None:
+        self.lives: dict[int, int] = {}
+        self.teams: dict[int, tuple[PeerId, ...]] = {}
+
+    async def drop(self, group: int) -> None:
+        pass
+
+    def hold(self, group: int) -> None:
+        pass
+
+    async def follow(self, group: int, life: int, first: int) -> None:
+        pass
+
+    async def enter(self, step: int, lives: Mapping[int, int]) -> None:
+        pass
+
+    async def rest(self, group: int) -> None:
+        pass
+
+    def progress(self, life: int) -> tuple[int, int] | None:
+        return None
+
+
+def from_step(since: int, lives: Mapping[PeerId, int]) -> Change:
+    return Change(since, tuple(Team.alone(peer, life) for peer, life in lives.items()), {})
+
+
+async def test_who_has_finished_before_a_change_was_known_has_finished() -> None:
+    """Otherwise servers waited for it until they were ended from outside, and nobody heard what they had counted."""
+    lives = Lives(Groups(), [[worker] for worker in WORKERS], [0, [["worker/0", 10], ["worker/1", 11], ["worker/2", 12]], 0, []])
+    await lives.drop("worker/1", 11)
+    lives.finish("worker/0", 10)
+    await lives.change(from_step(14, {"worker/0": 10, "worker/1": 21, "worker/2": 12}))
+    lives.finish("worker/2", 12)
+    assert not lives.ended
+    await lives.drop("worker/1", 21)
+    assert lives.ended
+
+
+async def test_another_process_of_one_that_has_finished_has_not() -> None:
+    lives = Lives(Groups(), [[worker] for worker in WORKERS[:2]], [0, [["worker/0", 10], ["worker/1", 11]], 0, []])
+    lives.finish("worker/0", 10)
+    await lives.change(from_step(3, {"worker/0": 20, "worker/1": 11}))
+    lives.finish("worker/1", 11)
+    lives.finish("worker/0", 10)  # the one before
+    assert not lives.ended
+    lives.finish("worker/0", 20)
+    assert lives.ended
