@@ -70,6 +70,7 @@ def test_commands_that_are_not_shown_are_not_suggested(monkeypatch: pytest.Monke
         (["launch", "job.toml", "script.py"], ["task", "script.py"]),
         (["launch", "job.toml"], ["task.py", "no file"]),
         (["launch", "notask.toml"], ["[job]", "script"]),
+        (["launch", "notask.toml", "job.toml"], ["job.toml", "one file at a time"]),
         (["launch", "job.toml", "--set", "nonsense"], ["--set", "section.key=value"]),
         (["launch", "job.toml", "--set", "compute.batch_size=many"], ["batch_size", "many"]),
         (["launch", "job.toml", "--set", "job.task=there.py:tusk"], ["there.py", "did you mean 'task'"]),

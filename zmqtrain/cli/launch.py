@@ -151,6 +151,10 @@ def _tell(text: str) -> None:
 
 def _check_program(file: Path, topology: Topology, script: Sequence[str]) -> None:
     """Check that there is exactly one program to run: a task, or the user's script."""
+    if script and script[0].endswith(".toml"):
+        raise UsageError(
+            f"{script[0]} looks like another topology file, where a script may follow {file}: launch one file at a time"
+        )
     if script and topology.job.task is not None:
         raise UsageError(f"{file} names a task, and the command line names the script {script[0]}: remove one of them")
     if not script and topology.job.task is None and topology.compute.device != "modelled":
