@@ -530,7 +530,7 @@ MUTATIONS = (
     Mutation("what a broken connection has lost is not sent again", "groups", message_not_sent_again, 2),
     Mutation("a step counts before all have its sums", "grid-elastic", grids.counted_by_some, 1),
     Mutation("a step counts as soon as it has begun", "grid-elastic", grids.begun_is_counted, 1),
-    Mutation("the sums of a step that counts are thrown away", "grid-elastic", grids.sums_thrown_away, 13),
+    Mutation("the sums of a step that counts are thrown away", "grid-elastic", grids.sums_thrown_away, 51),
     Mutation("what a broken forward did to buffers stays", "grid-elastic", grids.broken_forward_kept, 1),
     Mutation("a batch that counts is trained on the next grid", "grid-elastic", grids.batch_trained_twice, 1),
     Mutation("a batch that was given up is left out", "grid-elastic", grids.batch_left_out, 1),

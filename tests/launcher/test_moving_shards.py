@@ -79,8 +79,9 @@ def test_a_host_with_a_server_leaves(tmp_path: Path, staleness: str, replicas: s
             assert [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank] == list(range(steps))
         summary = run.json("summary.json")
         trained = sum(event["values"]["samples"] for event in events if event["kind"] == "step")
-        account = summary["account"]  # the last batch of the worker that leaves counts if its gradient has arrived by then
-        assert account["counted"] in (trained, trained - 8)
+        # The last batch of the worker that leaves counts if its gradient has arrived by then, and is in its report if that has.
+        account = summary["account"]
+        assert abs(account["counted"] - trained) in (0, 8)
         assert (account["repeated"], account["counted"] + account["lost"]) == (0, account["due"])
         assert summary["eval"]["eval_loss"] < 1e-3
         assert (run.run / "model.safetensors").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from zmqtrain.parallel import turns
 from zmqtrain.parallel.communicator import Fabric, Label
@@ -57,7 +58,7 @@ def test_nothing_is_collected_while_the_generator_is_read(collects: bool, monkey
         seen.append(gc.isenabled())
         return states
 
-    monkeypatch.setattr(torch, "get_rng_state", read)
+    monkeypatch.setattr(torch.random, "get_rng_state", read)
     try:
         if not collects:
             gc.disable()
@@ -79,7 +80,7 @@ def test_nothing_is_collected_while_one_of_two_threads_still_reads(monkeypatch: 
         seen.append(gc.isenabled())
         return states
 
-    monkeypatch.setattr(torch, "get_rng_state", read)
+    monkeypatch.setattr(torch.random, "get_rng_state", read)
     generator_state()
     second.join()
     assert seen == [False, False]
@@ -114,6 +115,27 @@ def test_what_keeps_the_generators_waits_for_ranks_that_draw() -> None:
         assert not states
     second.join()
     assert torch.equal(states[0], before)
+
+
+def test_torchs_checkpointing_reads_them_so_in_ranks_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks stood still, each with a lock that another one waited for: a process of tests had to be killed."""
+    read, seen = torch.random.get_rng_state, []
+
+    def noted() -> torch.Tensor:
+        seen.append(gc.isenabled())
+        return read()
+
+    monkeypatch.setattr(torch.random, "get_rng_state", noted)
+
+    def run(_: Fabric) -> None:
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(torch.exp, x, use_reentrant=False).sum().backward()
+
+    before = torch.get_rng_state
+    run_ranks(2, run)
+    assert len(seen) >= 4  # in each rank's forward, and again in its backward
+    assert not any(seen)
+    assert torch.get_rng_state is before
 
 
 def test_the_package_reads_generators_in_one_place() -> None:

@@ -53,10 +53,23 @@ def generator_state(device: torch.device | int | None = None) -> Tensor:
         collects = gc.isenabled()
         gc.disable()
         try:
-            return torch.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
+            return torch.random.get_rng_state() if device is None else torch.cuda.get_rng_state(device)
         finally:
             if collects:
                 gc.enable()
+
+
+@contextmanager
+def torch_reads_so() -> Iterator[None]:
+    """Meanwhile torch, too, reads the processor's generator as `generator_state` does: its checkpointing, in each rank's thread."""
+    import torch
+
+    before = torch.get_rng_state
+    torch.get_rng_state = generator_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = before
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zmqtrain.data.batch import Batch, batch_of
 from zmqtrain.data.loader import Reader
-from zmqtrain.parallel.turns import generators_kept
+from zmqtrain.parallel.turns import generator_state, generators_kept
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.batches import partition_of
 from zmqtrain.train.random_state import seed_everything
@@ -45,7 +45,7 @@ def trained_alone(
         seed_everything(job.seed)
         model = build_model(task)
         optimizer, schedule = build_optimizer(task, model, topology)
-        drawn = torch.get_rng_state()
+        drawn = generator_state()
         for batch in _batches(topology, task, steps):
             optimizer.zero_grad()
             task.loss(batch.output(model), batch.target).backward()  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ def trained_alone(
             optimizer.step()
             if schedule is not None:
                 schedule.step()
-        alike = torch.equal(torch.get_rng_state(), drawn)
+        alike = torch.equal(generator_state(), drawn)
     return dict(model.state_dict()) if alike else None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from zmqtrain.collectives.operations import sent_by_all_reduce
 from zmqtrain.errors import PeerLostError, PeerTimeoutError, ProtocolError
 from zmqtrain.parallel.communicator import Communicator, Expected, Label, Pending
-from zmqtrain.parallel.turns import handing_over
+from zmqtrain.parallel.turns import handing_over, torch_reads_so
 
 T = TypeVar("T")
 #: A rank that waits longer than this, in seconds, would hang.
@@ -216,10 +216,11 @@ def run_ranks(
             world.fail(rank, error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with torch_reads_so():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if world.failed is not None:
         raise world.failed
     return [results[rank] for rank in range(size)], world
