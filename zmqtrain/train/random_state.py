@@ -11,17 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zmqtrain.data.draws import not_drawing
 from zmqtrain.data.seeding import seed_torch
 from zmqtrain.parallel.turns import generator_state, turn
 from zmqtrain.train.device.accelerator import accelerator_of
 
 
 def seed_everything(seed: int, rank: int | None = None) -> None:
-    """Seed Python, numpy and torch: equally on all workers, or (with ``rank``) differently on each."""
+    """Seed Python, numpy and torch: equally on all workers, or (with ``rank``) differently on each. Waits until no loading thread
+    of this process draws."""
     sequence = np.random.SeedSequence([seed] if rank is None else [seed, rank + 1])
     state = [int(word) for word in sequence.generate_state(3, np.uint64)]
-    random.seed(state[0])
-    np.random.seed(state[1] % 2**32)
+    with not_drawing():  # another worker's thread would go on with this seed
+        random.seed(state[0])
+        np.random.seed(state[1] % 2**32)
     seed_torch(state[2] % 2**63)
 
 
@@ -65,6 +68,7 @@ def restore_random_state(device: torch.device, tensors: dict[str, Tensor], value
     name, position, has_gauss, gauss = values["numpy"]
     if name != "MT19937" or not 0 <= position <= len(tensors["random/numpy"]):  # unchecked, numpy would read beyond its end
         raise ValueError(f"position {position!r:.40} of numpy's {name!r:.40}")
-    np.random.set_state((name, tensors["random/numpy"].numpy().view(np.uint32).copy(), position, has_gauss, gauss))
     version, state, gauss_next = values["python"]
-    random.setstate((version, tuple(state), gauss_next))
+    with not_drawing():
+        np.random.set_state((name, tensors["random/numpy"].numpy().view(np.uint32).copy(), position, has_gauss, gauss))
+        random.setstate((version, tuple(state), gauss_next))
