@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.case import Case, case_of
+from benchmarks.ranks import said_by_first
 from benchmarks.sodium import encryption_s
 from zmqtrain.errors import ZmqTrainError
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
@@ -59,28 +60,24 @@ def _ranks(rate: float, encryption: str) -> dict[str, dict[str, float]]:
     """For each backend, the medians of what rank 0 measures, in seconds."""
     names = [f"m{number}" for number in range(RANKS)]
     hosts = Namespaces(dict.fromkeys(names, rate))
-    ranks: list[subprocess.Popen[str]] = []
+
+    def start(number: int, name: str) -> subprocess.Popen[str]:
+        variables = {
+            **{"RANK": str(number), "WORLD_SIZE": str(RANKS), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"},
+            **{"MASTER_ADDR": hosts.address_of(names[0]), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT)},
+            "ZMQTRAIN_TRANSPORT_ENCRYPTION": encryption,
+        }
+        apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+        words = ["env", *(f"{key}={value}" for key, value in variables.items()), sys.executable, "-m", "benchmarks.backend"]
+        command = hosts.command(name, (*apart, *words))
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
     try:
         asyncio.run(hosts.open())
-        for number, name in enumerate(names):
-            variables = {
-                **{"RANK": str(number), "WORLD_SIZE": str(RANKS), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"},
-                **{"MASTER_ADDR": hosts.address_of(names[0]), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT)},
-                "ZMQTRAIN_TRANSPORT_ENCRYPTION": encryption,
-            }
-            apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-            words = ["env", *(f"{key}={value}" for key, value in variables.items()), sys.executable, "-m", "benchmarks.backend"]
-            command = hosts.command(name, (*apart, *words))
-            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
+        starts = (start(*each) for each in enumerate(names))
+        found: dict[str, dict[str, float]] = said_by_first(starts, "a rank", timeout_s=PATIENCE_S)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
         asyncio.run(hosts.close())
-    if any(rank.returncode for rank in ranks):
-        raise ZmqTrainError(f"a rank failed:\n{next(err for _, err in said if err)[-2000:]}")
-    found: dict[str, dict[str, float]] = json.loads(said[0][0].splitlines()[-1])
     return found
 
 

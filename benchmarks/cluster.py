@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, case_of
+from benchmarks.ranks import said_by_first
 from zmqtrain.errors import UsageError, ZmqTrainError
 from zmqtrain.launcher.namespaces import NoNamespacesError
 from zmqtrain.testing.machines import Machines, machines
@@ -220,22 +221,16 @@ def _iperf(cluster: Machines) -> float:
 def _ddp_step_s(cluster: Machines, profile: str, batch: int) -> float:
     """The mean of a step of DistributedDataParallel with gloo on the machines."""
     program = [sys.executable, "-m", "benchmarks.ddp", profile, str(batch), str(DDP_STEPS)]
-    ranks: list[subprocess.Popen[str]] = []
-    try:
-        for number, name in enumerate(cluster.names):
-            variables = {
-                **{"RANK": str(number), "WORLD_SIZE": str(HOSTS), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"},
-                **{"MASTER_ADDR": cluster.address(cluster.names[0]), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT)},
-            }
-            words = ["env", *(f"{key}={value}" for key, value in variables.items()), *program]
-            command = cluster.namespaces.command(name, words)
-            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    if any(rank.returncode for rank in ranks):
-        raise ZmqTrainError(f"DistributedDataParallel failed:\n{next(err for _, err in said if err)[-2000:]}")
-    seconds: list[float] = json.loads(said[0][0].splitlines()[-1])
+
+    def start(number: int, name: str) -> subprocess.Popen[str]:
+        variables = {
+            **{"RANK": str(number), "WORLD_SIZE": str(HOSTS), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"},
+            **{"MASTER_ADDR": cluster.address(cluster.names[0]), "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT)},
+        }
+        words = ["env", *(f"{key}={value}" for key, value in variables.items()), *program]
+        command = cluster.namespaces.command(name, words)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    starts = (start(*each) for each in enumerate(cluster.names))
+    seconds: list[float] = said_by_first(starts, "DistributedDataParallel", timeout_s=PATIENCE_S)
     return statistics.fmean(seconds[LEFT_OUT:])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.case import Case, case_of
-from zmqtrain.errors import ZmqTrainError
+from benchmarks.ranks import said_by_first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ def _ranks(model: str, world: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         variables = {"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "STORE": f"{folder}/store"}
         words = (sys.executable, "-m", "benchmarks.hooks", model)
-        ranks = [
+        starts = (
             subprocess.Popen(
                 words,
                 env={**os.environ, **variables, "RANK": str(rank)},
@@ -58,16 +58,8 @@ def _ranks(model: str, world: int) -> dict[str, float]:
                 text=True,
             )
             for rank in range(world)
-        ]
-        try:
-            said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    if any(rank.returncode for rank in ranks):
-        raise ZmqTrainError(f"a rank failed:\n{next(err for _, err in said if err)[-2000:]}")
-    found: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
+        )
+        found: dict[str, float] = said_by_first(starts, "a rank", timeout_s=PATIENCE_S)
     return found
 
 
