@@ -6,6 +6,7 @@ import copy
 import random
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,14 +219,23 @@ class Forked(nn.Module):
         return conv
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.seen = 0
+
+
 class Once(nn.Module):
     """Does something in its forward that its graph would not do in every step, unless a module of its own does it."""
 
     def __init__(self, does: Callable[[Any], object]) -> None:
         super().__init__()
         self.does, self.calls, self.kept = does, 0, torch.ones(2)
+        self.sizes, self.stats, self.left = [3, 4], {"runs": {"train": 0}}, {"a", "b"}
+        self.meter, self.options, self.shape, self.mode = Meter(), SimpleNamespace(scale=1.0), (1, 2), "first"
         self.conv, self.fc = nn.Conv2d(1, 1, 3), nn.Linear(4, 2)
         self.register_buffer("count", torch.zeros(()))
+
+    made = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.does(self)
@@ -245,10 +255,47 @@ def _writes(model: Any) -> None:
     model.kept *= 2
 
 
+def _counts_for_all(model: Any) -> None:
+    type(model).made += 1
+
+
+def _counts_in_a_dictionary(model: Any) -> None:
+    model.stats["runs"]["train"] += 1
+
+
+def _counts_beside(model: Any) -> None:
+    model.meter.seen += 1
+
+
+def _scales(model: Any) -> None:
+    model.options.scale /= 2
+
+
+def _replaces_a_tuple(model: Any) -> None:
+    model.shape = (*model.shape[:1], model.shape[1] + 1)
+
+
+def _switches(model: Any) -> None:
+    model.mode = "other"
+
+
+def _trains_another(model: Any) -> None:
+    model.fc.weight = nn.Parameter(torch.zeros(2, 4))
+
+
 ONCE: dict[str, Callable[[Any], object]] = {
     "draws random numbers (rand)": lambda model: torch.rand(()) < 0.5,
     "draws from Python's or numpy's random numbers": lambda model: random.random() < 0.5,
     "changes the attribute 'calls'": _counts,
+    "changes the attribute 'made'": _counts_for_all,
+    "changes the attribute 'sizes'": lambda model: model.sizes.pop(0),
+    "changes the attribute 'stats'": _counts_in_a_dictionary,
+    "changes the attribute 'left'": lambda model: model.left.discard("a"),
+    "changes the attribute 'meter'": _counts_beside,
+    "changes the attribute 'options'": _scales,
+    "changes the attribute 'shape'": _replaces_a_tuple,
+    "changes the attribute 'mode'": _switches,
+    "assigns the parameter 'weight'": _trains_another,
     "assigns the buffer 'count'": _assigns,
     "changes a tensor that a module keeps as an attribute": _writes,
     "uses torch.autocast": lambda model: torch.autocast("cpu").__enter__(),
@@ -258,9 +305,13 @@ ONCE: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("said", ONCE)
 def test_what_a_graph_would_do_only_once_is_refused_or_not_traced(said: str) -> None:
     model = Once(ONCE[said])
+    weight = model.fc.weight
     with pytest.raises(UsageError, match=f"its forward {re.escape(said)}.*Do it in a module of its own"):
         split_model(model, "fc")
-    assert (model.calls, float(model.count), float(model.kept.sum())) == (0, 0.0, 2.0), "as it was"
+    assert (model.calls, float(model.count), float(model.kept.sum()), Once.made) == (0, 0.0, 2.0, 0), "as it was"
+    assert (model.sizes, model.stats, model.left) == ([3, 4], {"runs": {"train": 0}}, {"a", "b"})
+    assert (model.meter.seen, model.options.scale, model.shape, model.mode) == (0, 1.0, (1, 2), "first")
+    assert model.fc.weight is weight
     within = nn.Sequential(Once(ONCE[said]), nn.Linear(2, 2))
     first = split_model(within, "convolution", "1")
     module = first.get_submodule("0")
@@ -268,6 +319,31 @@ def test_what_a_graph_would_do_only_once_is_refused_or_not_traced(said: str) -> 
     module.does = _counts
     first(torch.ones(1, 1, 4, 4))
     assert module.calls == 1
+
+
+class Recorded(nn.Module):
+    """What is new where nothing was, is a record or a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 1, 3), nn.Linear(4, 2)
+        self.outputs: list[Tensor] = []
+        self.caches: dict[str, Tensor] = {}
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.fc(self.conv(x).flatten(1))
+        self.outputs.append(found)
+        self.caches["output"] = found
+        self.last = found
+        return found
+
+
+def test_records_of_a_trace_are_not_kept() -> None:
+    model = Recorded()
+    phase = split_model(model, "fc")
+    assert isinstance(phase, Phase)
+    assert (model.outputs, model.caches, model.last) == ([], {}, None)
 
 
 def _hooked() -> nn.Module:

@@ -80,7 +80,8 @@ def require_state(optimizer: Optimizer, name: str, parameter: Tensor, state: Map
     missing = _keeps(optimizer, parameter) - state.keys()
     if missing:
         raise CheckpointError(
-            f"the checkpoint lacks {min(missing)} of {name} for {kind.__qualname__}: it was written with another optimizer"
+            f"the checkpoint lacks {min(missing)} of {name} for {kind.__qualname__}: it was written with another optimizer, or "
+            "with settings that do not need it (another momentum, amsgrad, centered)"
         )
     for key, tensor in state.items():
         like = tensor.shape == parameter.shape and (tensor.dtype == parameter.dtype or key == "step")

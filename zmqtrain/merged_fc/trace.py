@@ -6,20 +6,18 @@ be in the graph, or the module that does it is not traced: random numbers, attri
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zmqtrain.data.draws import not_drawing
 from zmqtrain.errors import UsageError
+from zmqtrain.merged_fc.unchanged import DrawnError, OnceOnlyError, unchanged
 
 #: While it traces, torch.fx replaces methods of all modules of the process: workers that are threads of one take turns.
 _TRACING = threading.Lock()
@@ -29,14 +27,6 @@ WITHOUT_GRADIENTS = "zmqtrain.without_gradients"
 
 #: How often a forward is traced before it is said to draw: other roles' threads in the same process may have drawn meanwhile.
 _DRAWS = 4
-
-
-class _OnceOnlyError(Exception):
-    """A forward does something that its graph would not do in every step."""
-
-
-class _DrawnError(_OnceOnlyError):
-    """Somebody has drawn from Python's or numpy's random numbers meanwhile."""
 
 
 class _Tracer(fx.Tracer):
@@ -90,7 +80,7 @@ def _traced(model: nn.Module, whole: frozenset[str]) -> fx.Graph:
     except Exception as error:
         name, reason = _culprit(model, whole, error)
         where = f"its module {name!r} ({type(model.get_submodule(name)).__name__})" if name else "its forward"
-        if isinstance(reason, _OnceOnlyError):
+        if isinstance(reason, OnceOnlyError):
             text = (
                 f"{where} {reason}, which a graph of it would not do in every step. Do it in a module of its own within the "
                 "model, which is not traced, or set merged_fc = false"
@@ -118,15 +108,15 @@ def _culprit(model: nn.Module, whole: frozenset[str], error: Exception) -> tuple
 
 
 def _graph(module: nn.Module, whole: frozenset[str]) -> fx.Graph:
-    """The graph of what the forward does with its inputs. Raises `_OnceOnlyError` if it does anything else, which is undone."""
+    """The graph of what the forward does with its inputs. Raises `OnceOnlyError` if it does anything else, which is undone."""
     if hooks := [name for name in _HOOKS if getattr(module, name)]:
-        raise _OnceOnlyError(f"is called with hooks of its own ({', '.join(name.strip('_') for name in hooks)})")
+        raise OnceOnlyError(f"is called with hooks of its own ({', '.join(name.strip('_') for name in hooks)})")
     for again in reversed(range(_DRAWS)):
         tracer = _Tracer(whole)
         try:
-            with _unchanged(module), _functions_in(tracer), _no_autocast(tracer), _Real(module):
+            with unchanged(module), _functions_in(tracer), _no_autocast(tracer), _Real(module):
                 return tracer.trace(module)
-        except _DrawnError:
+        except DrawnError:
             if not again:
                 raise
     raise AssertionError("unreachable")
@@ -147,11 +137,11 @@ class _Real(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _OnceOnlyError(f"draws random numbers ({func.overloadpacket.__name__}) that do not follow from its inputs")
+            raise OnceOnlyError(f"draws random numbers ({func.overloadpacket.__name__}) that do not follow from its inputs")
         if func._schema.is_mutable:
             written = (value for value in args if isinstance(value, Tensor))
             if any(value.untyped_storage()._cdata in self._kept for value in written):
-                raise _OnceOnlyError("changes a tensor that a module keeps as an attribute")
+                raise OnceOnlyError("changes a tensor that a module keeps as an attribute")
         return func(*args, **(kwargs or {}))
 
 
@@ -184,7 +174,7 @@ def _no_autocast(tracer: _Tracer) -> Iterator[None]:
 
     def enter(context: torch.autocast) -> Any:
         if threading.get_ident() == tracer.thread:
-            raise _OnceOnlyError("uses torch.autocast")
+            raise OnceOnlyError("uses torch.autocast")
         return original(context)  # type: ignore[no-untyped-call]
 
     torch.autocast.__enter__ = enter  # type: ignore[method-assign]
@@ -192,42 +182,6 @@ def _no_autocast(tracer: _Tracer) -> Iterator[None]:
         yield
     finally:
         torch.autocast.__enter__ = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Afterwards modules are as they were, and so are the generators of random numbers. Raises `_OnceOnlyError` where something
-    that was there has become another one. (What was ``None``, or is new, is a cache or a record.)"""
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    with not_drawing():
-        numbers = random.getstate(), np.random.get_state()
-        try:
-            yield
-            changed = [name for each, own, _ in before for name, value in own.items() if _changed(value, vars(each).get(name))]
-            assigned = [name for each, _, own in before for name, value in own.items() if each._buffers.get(name) is not value]
-        finally:
-            drawn = random.getstate() != numbers[0] or not all(map(np.array_equal, np.random.get_state(), numbers[1]))
-            if drawn:
-                random.setstate(numbers[0])
-                np.random.set_state(numbers[1])
-            for module, own, buffers in before:
-                for name in [name for name, value in vars(module).items() if name not in own and isinstance(value, fx.Proxy)]:
-                    del vars(module)[name]
-                vars(module).update(own)
-                module._buffers.clear()
-                module._buffers.update(buffers)
-    if drawn:
-        raise _DrawnError("draws from Python's or numpy's random numbers")
-    if changed:
-        raise _OnceOnlyError(f"changes the attribute {changed[0]!r}")
-    if assigned:
-        raise _OnceOnlyError(f"assigns the buffer {assigned[0]!r}")
-
-
-def _changed(before: Any, now: Any) -> bool:
-    if isinstance(before, Tensor):
-        return before is not now
-    return isinstance(before, int | float) and before is not now and (type(before) is not type(now) or before != now)
 
 
 def _is_layer(module: nn.Module) -> bool:

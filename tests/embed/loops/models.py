@@ -105,7 +105,7 @@ def uneven(loop: Loop) -> None:
         optimizer.step()
 
 
-@row("loops of different length on different workers", refused="ended its session after")
+@row("loops of different length on workers of one group, or of groups that wait for each other", refused="ended its session after")
 def lengths(loop: Loop) -> None:
     model, optimizer = loop.start()
     for number, (inputs, target) in enumerate(loop.batches()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,12 @@ SAMPLES, BEFORE, AFTER = 24, 3, 4
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "adam": lambda p: torch.optim.Adam(p, lr=0.02),
+}
+#: The same classes with other settings, of which the second needs something that the first does not keep.
+OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "rmsprop, momentum": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True),
 }
 SYNC = {"kind": "model_server", "staleness": "sync"}
 #: Groups, workers of each, the grid, and the exchange, of the first part and of the second. Each step has all samples.
@@ -59,7 +66,7 @@ def model() -> nn.Module:
 
 
 def recipe(optimizer: str) -> Recipe:
-    return Recipe(model=model, train_data=data_of(SAMPLES), eval_data=None, optimizer=OPTIMIZERS[optimizer])
+    return Recipe(model=model, train_data=data_of(SAMPLES), eval_data=None, optimizer=(OPTIMIZERS | OTHERS)[optimizer])
 
 
 async def parts(
@@ -116,6 +123,18 @@ async def test_by_default_it_begins_anew(tmp_path: Path) -> None:
 async def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     found, _ = await parts("allreduce", "sgd", "adam", tmp_path)
     assert any("the checkpoint's optimizer is 'SGD', but this run's is 'Adam'" in str(each) for each in found.errors.values())
+
+
+@pytest.mark.parametrize("name", ["allreduce", "servers"])
+@pytest.mark.parametrize(
+    ("first", "second", "lacks"), [("rmsprop", "rmsprop, momentum", "momentum_buffer"), ("adam", "amsgrad", "max_exp_avg_sq")]
+)
+async def test_so_is_one_that_lacks_what_the_second_run_needs(
+    name: str, first: str, second: str, lacks: str, tmp_path: Path
+) -> None:
+    found, _ = await parts(name, first, second, tmp_path)
+    said = rf"the checkpoint lacks {lacks} of .*or with settings that do not need it"
+    assert any(re.search(said, str(each)) for each in found.errors.values())
 
 
 async def test_what_has_no_such_state_is_refused(tmp_path: Path) -> None:
