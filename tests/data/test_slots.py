@@ -54,6 +54,15 @@ def test_what_was_pushed_in_a_step_that_was_sat_out_counts_for_no_batch() -> Non
     assert plan.slot(5, A) is None
 
 
+def test_nobody_has_a_part_in_steps_before_those_of_the_plan() -> None:
+    """As in a run that is resumed where it had ended, after losses."""
+    plan = SlotPlan([A, B], since=10, first=15, left=[Slot(12), Slot(13), Slot(14)])
+    plan.steps = 10
+    assert [numbers(plan, step, A, B) for step in (0, 9, 10)] == [[None, None]] * 3
+    assert not plan.sits_out(9, A)
+    assert plan.turn(10, B) == Slot(13)
+
+
 def test_a_change_before_any_step_of_the_last_one_replaces_it() -> None:
     plan = SlotPlan([A, B, C])
     plan.change(4, [A, C], {B: (3, 3)})

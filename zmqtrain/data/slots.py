@@ -95,9 +95,9 @@ class SlotPlan:
         return life in members and self.slot(step, life) is None and any(self.slot(step, each) is not None for each in members)
 
     def turn(self, step: int, life: Life) -> Slot | None:
-        """As `slot`, but as if training went on for ever."""
+        """As `slot`, but as if training went on for ever. Nobody has a part in steps before those of the plan."""
         era = self.at(step)
-        return era.slot(step, era.members.index(life)) if life in era.members else None
+        return era.slot(step, era.members.index(life)) if life in era.members and step >= era.since else None
 
     def follow(self, before: Life, after: Life) -> None:
         """The second one goes on in place of the first one, with whatever this one has not done."""
