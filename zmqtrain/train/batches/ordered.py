@@ -1,0 +1,66 @@
+"""Batches of a shuffled order of all samples, of which each worker has its share."""
+
+from __future__ import annotations
+
+from zmqtrain.data.background import Background
+from zmqtrain.data.batch import Batch
+from zmqtrain.data.ledger import Promise
+from zmqtrain.data.loader import Fetch, Finish, Loader
+from zmqtrain.data.partition import Partition, even_bounds
+from zmqtrain.data.processes import Processes
+from zmqtrain.data.source import Source
+from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.members import Members
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.train.batches.base import OTHER_DATA, Counted
+from zmqtrain.train.batches.reading import reader_of, same_samples
+from zmqtrain.train.shares import Shares
+
+
+class OrderedBatches(Counted):
+    """Implements `Batches` with `Partition`, of which this worker has its share. If workers of its group may be lost, those that
+    are there divide the group's batch evenly."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        source: Source,
+        partition: Partition,
+        shares: Shares,
+        members: Members,
+        finish: Finish,
+        thread: Background,
+        processes: Processes | None,
+    ) -> None:
+        seed, group = context.topology.job.seed, context.role.group
+        self._members = members
+
+        def bounds(step: int) -> tuple[int, int]:
+            if not members.splits:
+                return shares.bounds(step)
+            index, count = members.share(step)
+            start, stop = even_bounds(partition.batch_size, count, index)
+            return group * partition.batch_size + start, group * partition.batch_size + stop
+
+        super().__init__(partition, Promise.of_dataset(source, partition))
+        self._loader = Loader(
+            Fetch(reader_of(source), finish),
+            lambda step: self._partition.run(step, *bounds(step)),
+            (seed, same_samples(context)),
+            thread,
+            processes=processes,
+            epoch_steps=partition.steps_per_epoch,
+        )
+
+    def load_state_dict(self, state: object) -> None:
+        if state is not None:
+            raise CheckpointError(f"the checkpoint was written when workers had been lost, and {OTHER_DATA}")
+
+    async def batch(self, step: int, *, ahead: bool) -> Batch:
+        return await self._loader.batch(step, ahead=ahead, era=self._members.changed if self._members.splits else None)
+
+    def used(self, step: int) -> None:
+        return None
+
+    async def close(self, timeout_s: float) -> None:
+        await self._loader.close(timeout_s)

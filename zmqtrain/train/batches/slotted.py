@@ -1,0 +1,100 @@
+"""Batches that workers take by turns, so that others train what a lost one has left: with model servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zmqtrain.data.background import Background
+from zmqtrain.data.batch import Batch
+from zmqtrain.data.ledger import Promise
+from zmqtrain.data.loader import Fetch, Finish, Loader
+from zmqtrain.data.partition import Indices, Partition, even_bounds
+from zmqtrain.data.processes import Processes
+from zmqtrain.data.source import Source
+from zmqtrain.errors import CheckpointError
+from zmqtrain.exchange.members import Members
+from zmqtrain.membership.context import RoleContext
+from zmqtrain.train.batches.base import OTHER_DATA, Counted
+from zmqtrain.train.batches.reading import reader_of
+
+
+class SlottedBatches(Counted):
+    """Implements `Batches` with `Partition` and `zmqtrain.data.slots`: each worker has a whole group's batch, or its share of
+    one if it has a team, and which one depends on who was lost."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        source: Source,
+        partition: Partition,
+        members: Members,
+        finish: Finish,
+        thread: Background,
+        processes: Processes | None,
+    ) -> None:
+        super().__init__(partition, Promise.of_dataset(source, partition, survives=True))
+        self._members = members
+        self._next = 0
+        self._loader = Loader(
+            Fetch(reader_of(source), finish),
+            self._indices,
+            (context.topology.job.seed,),
+            thread,
+            processes=processes,
+            epoch_steps=partition.steps_per_epoch,
+            place=self._drawn_for,
+        )
+
+    def _drawn_for(self, step: int) -> tuple[int, ...]:
+        index, count = self._members.share(step)
+        return self._place(step) if count == 1 else (*self._place(step), index)
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """The group and the step to which the batch belongs as long as nobody is lost. Called in the loader's thread, too."""
+        slot = self._members.turn(step)
+        assert slot is not None, f"this worker does not train step {step}"
+        of, group = slot.place(self._partition.groups)
+        return group, of
+
+    def _indices(self, step: int) -> Indices:
+        group, of = self._place(step)
+        index, count = self._members.share(step)
+        start, stop = even_bounds(self._partition.batch_size, count, index)
+        before = group * self._partition.batch_size
+        return self._partition.run(of, before + start, before + stop)
+
+    async def more(self, step: int) -> bool:
+        return self._members.slot(step) is not None
+
+    def epoch(self, step: int) -> int:
+        return self._partition.place(self._place(step)[1])[0]
+
+    async def batch(self, step: int, *, ahead: bool) -> Batch:
+        plan = self._members.slots
+        assert plan is not None
+        return await self._loader.batch(step, ahead=ahead, era=plan.at(step))
+
+    def used(self, step: int) -> None:
+        self._next = step + 1
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What is left to train; ``None`` as long as that follows from the step."""
+        plan, step = self._members.slots, self._next
+        if plan is None:
+            return None
+        left, first = plan.at(step).rest(step)
+        if not left and first == step * self._partition.groups:
+            return None
+        return {"step": step, "first": first, "left": [slot.number for slot in left]}
+
+    def load_state_dict(self, state: object) -> None:
+        match state:
+            case None:
+                return
+            case {"step": int(step), "first": int(first), "left": [*left]} if all(isinstance(number, int) for number in left):
+                self._members.begin_slots(step, first, left)
+            case _:
+                raise CheckpointError(f"the checkpoint holds {state!r:.100} where it {OTHER_DATA}")
+
+    async def close(self, timeout_s: float) -> None:
+        await self._loader.close(timeout_s)
