@@ -3,73 +3,56 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from torch import nn
-from torch.optim import Optimizer
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import barrier
 from zmqtrain.data.batch import Batch, batch_of
 from zmqtrain.data.bridge import Bridge
-from zmqtrain.data.content import content_of
 from zmqtrain.data.loader import Finish
-from zmqtrain.data.partition import Partition
-from zmqtrain.data.source import Source
 from zmqtrain.errors import ConnectivityError, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Bucket, Exchange
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.optimizer import is_torchs_own
-from zmqtrain.membership.alike import Facts
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import Endpoint, PeerId
-from zmqtrain.parallel.gradient_norm import GradientNorm
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
-from zmqtrain.parallel.turns import turn
 from zmqtrain.parallel.verify.case import NotComparable
-from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.topology.elastic import ASKING
-from zmqtrain.train.adapted_schedule import Schedule
-from zmqtrain.train.alike import facts_of_training, require_same_training
-from zmqtrain.train.batches import make_batches, partition_of
+from zmqtrain.train.alike import require_same_training
+from zmqtrain.train.batches import make_batches
 from zmqtrain.train.beginning import begin_alike
+from zmqtrain.train.built import Built, build
 from zmqtrain.train.callbacks import Callbacks
 from zmqtrain.train.checkpoint.handed_over import HandedOver
 from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
 from zmqtrain.train.checkpoint.settings import settings_to_resume
-from zmqtrain.train.construct import divided_model
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.make import device_of
 from zmqtrain.train.divided import PartConverter, loss_on_grid, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.forgotten import Forgotten
 from zmqtrain.train.loss_scale import LossScale
-from zmqtrain.train.metrics import require_metric
 from zmqtrain.train.optimizer_state import require_kept_state
 from zmqtrain.train.own_samples import (
     buffers_warning,
     differing_buffers,
-    loss_warning,
-    modes_warning,
     own_buffers,
     require_kept,
     versions_of,
 )
-from zmqtrain.train.parameter_hooks import require_linear_hooks
-from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.remote_layers import RemoteLayers, RemoteStep
-from zmqtrain.train.replica import ReplicaSettings, TorchReplica
+from zmqtrain.train.replica import TorchReplica
 from zmqtrain.train.resized_rate import require_rates
-from zmqtrain.train.shared import allocate_in
-from zmqtrain.train.shares import Scope, Shares, draws_of, in_step
+from zmqtrain.train.shares import Scope, Shares, in_step
 from zmqtrain.train.step import StepSettings, TrainStep
-from zmqtrain.train.task import Task, build_model, build_optimizer, check_layers, load_task, shares_parameters, user_code
+from zmqtrain.train.task import Task, shares_parameters, user_code
 from zmqtrain.train.unreached import what_blinds
 from zmqtrain.train.verifying import Ordinary, one_of_each, verify_task
 from zmqtrain.train.weighting import LOSSES_TRIED, WeightSums, taken_apart
@@ -79,27 +62,10 @@ from zmqtrain.wire.payload import Value
 _SUMMED = "the weights of its loss are summed over the workers that train in step"
 
 
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """What a worker builds from its task."""
-
-    task: Task
-    replica: TorchReplica
-    schedule: Schedule | None
-    source: Source
-    partition: Partition | None
-    """None for a stream."""
-    fabric: NetworkFabric | None
-    ordinary: Ordinary | None
-    """What the divided model is compared with; ``None``: it is not."""
-    facts: Facts
-    """What all workers must have alike."""
-
-
 class TorchWork:
     """Implements `zmqtrain.train.work.Work`. Use `make` to create one."""
 
-    def __init__(self, context: RoleContext, device: Device, built: _Built, members: Members, remote: RemoteLayers | None) -> None:
+    def __init__(self, context: RoleContext, device: Device, built: Built, members: Members, remote: RemoteLayers | None) -> None:
         compute, exchange, role = context.topology.compute, context.topology.exchange, context.role
         self._context, self._device = context, device
         self._fabric, self._remote = built.fabric, remote
@@ -204,7 +170,7 @@ class TorchWork:
             fabric = make_fabric(context, device)
             if make_remote is not None:
                 remote = make_remote(device)
-            built = await device.run(lambda: _build(context, device, task, fabric, remote))
+            built = await device.run(lambda: build(context, device, task, fabric, remote))
             await require_same_training(context, "task", built.facts)
             if built.source.stream and context.era is not None:
                 raise UsageError(
@@ -518,96 +484,3 @@ class TorchWork:
             members=members,
             whole=kind == "averaging" and self._members.splits,
         )
-
-
-def _build(
-    context: RoleContext, device: Device, task: Task | None, fabric: NetworkFabric | None, remote: RemoteLayers | None
-) -> _Built:
-    """In the compute thread."""
-    topology, role = context.topology, context.role
-    job, compute = topology.job, topology.compute
-    if task is None:
-        if job.task is None:
-            raise UsageError(
-                "[job] task is missing: name a function that returns a zmqtrain.Task (module:function or file.py:function)"
-            )
-        task = load_task(job.task, job.args, context.data_path, folders=(*job.python_path, Path.cwd()))
-    require_metric(task, job.until)
-    source = task.training()
-    source.require(compute.batch_size, topology.data.shuffle)
-    partition = None if source.stream else partition_of(source, context.placement.groups, topology)
-    started = device.clock()
-    model: nn.Module
-    sizes: Mapping[str, int] | None = None
-    shares: Mapping[str, float] | None = None
-    ordinary: Ordinary | None = None
-    with turn():
-        seed_everything(job.seed)
-        if remote is not None:
-            own = remote.build(task, device)
-            model, optimizer, schedule, sizes = own.model, own.optimizer, own.schedule, own.sizes
-        else:
-            if fabric is not None:
-                model, ordinary = divided, _ = divided_model(task, topology, fabric, device.torch_device, context.recorder)
-                sizes, shares = divided.sizes, divided.shares
-            else:
-                model = build_model(task).to(device.torch_device)
-            if role.index == 0 and (warning := modes_warning(model)) is not None:
-                context.recorder.event("warning", text=warning)
-            optimizer, schedule = build_optimizer(task, model, topology)
-        check_layers(model, topology)
-        seed_everything(job.seed, role.index)
-    evaluated = task.evaluating()
-    samples = {"training data": _number(source), **({} if evaluated is None else {"evaluation data": _number(evaluated)})}
-    contents: dict[str, list[str]] = {}
-    if topology.data.ring != "tensors":  # otherwise each host reads its own part
-        contents = {"training data": content_of(source.dataset)}
-        if evaluated is not None:
-            contents["evaluation data"] = content_of(evaluated.dataset)
-    facts = facts_of_training(None if fabric is not None else model, optimizer, task.loss, samples, contents)
-    how = ReplicaSettings(
-        bucket_bytes=BucketLimit.of(topology),
-        clip_norm=topology.optimizer.clip_norm,
-        overlap=compute.overlap,
-        gate_timeout_s=context.timeouts.barrier_s,
-    )
-    if compute.columns * compute.accumulate * (context.placement.groups if in_step(topology) else 1) > 1:
-        require_linear_hooks(model)
-    device.watch(model, optimizer, sizes, shares)
-    if role.index == 0 and (warning := loss_warning(task.loss)) is not None:
-        context.recorder.event("warning", text=warning)
-    with thawed(optimizer):
-        replica = TorchReplica(
-            model,
-            optimizer,
-            device,
-            how,
-            recorder=context.recorder,
-            allocate=allocate_in(context.arena),
-            shards=model.shards_by_name() if isinstance(model, ParallelModel) else None,
-            norm=GradientNorm(model.shards_by_name(), model.fabric) if isinstance(model, ParallelModel) else None,
-        )
-    replica.draws = draws_of(topology, role)
-    if fabric is not None:
-        replica.also_abort(fabric.abort)
-    if remote is not None:
-        replica.also_abort(remote.abort)
-    context.recorder.event("built", seconds=device.clock() - started)
-    return _Built(task, replica, schedule, source, partition, fabric, ordinary, facts)
-
-
-@contextmanager
-def thawed(optimizer: Optimizer) -> Iterator[None]:
-    """A context in which all of the optimizer's parameters require gradients: a schedule may have frozen some, for a while."""
-    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-def _number(source: Source) -> int | None:
-    return None if source.stream else len(source.dataset)
