@@ -71,6 +71,13 @@ def test_a_resumed_run_begins_where_it_was(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith("step 970..971  ")
 
 
+def test_who_has_not_said_where_it_begins_is_not_at_step_0(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlainView({"worker/0": 0, "worker/1": 1})
+    view.event({**event(0, 970), "kind": "start", "values": {"restored": True, "steps": 2000}}, 0.0)
+    view.event(event(0, 970), 0.0)
+    assert capsys.readouterr().out.startswith("step 971  ")
+
+
 def test_progress_every_so_many_steps(capsys: pytest.CaptureFixture[str]) -> None:
     view = PlainView(GROUPS, every_steps=10)
     for step in range(30):

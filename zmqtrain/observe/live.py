@@ -57,6 +57,8 @@ class _GroupRow:
     """One group's row in the table, from its newest steps."""
 
     step: int = 0
+    begun: bool = False
+    """Whether it has said where it begins: not at step 0 in a run that was resumed."""
     loss: float | None = None
     samples: int = 0
     rate: float = 0.0
@@ -95,11 +97,11 @@ class TableRows:
         elif event["kind"] == "join":  # not its steps, of which the last ones may come late
             self._lost.discard(peer)
         row = self.groups.get(self._group_of.get(peer, -1))
-        if row is not None and event["kind"] == "start":  # at another step than 0 in a run that was resumed
-            row.step = max(row.step, event["step"] or 0)
+        if row is not None and event["kind"] == "start":
+            row.step, row.begun = max(row.step, event["step"] or 0), True
         if event["kind"] != "step" or row is None:
             return
-        row.step = max(row.step, event["step"] + 1)
+        row.step, row.begun = max(row.step, event["step"] + 1), True
         row.loss = values.get("loss", row.loss)
         seconds = values.get("seconds", 0.0)
         share = values.get("exposed_s", 0.0) / seconds if seconds > 0 else 0.0
@@ -128,7 +130,7 @@ class TableRows:
         """The whole status in one line."""
         rows = self.there().values()
         losses = [row.loss for row in rows if row.loss is not None]
-        steps = [row.step for row in rows]
+        steps = [row.step for row in rows if row.begun] or [0]
         step = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)}..{max(steps)}"
         parts = [f"step {step}"]
         if losses:
