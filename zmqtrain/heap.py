@@ -77,7 +77,7 @@ def _mallopt() -> Callable[..., int] | None:
 
 
 def _function(name: str) -> Callable[..., int] | None:
-    """Of the C library, if it has it."""
+    """The C library's function of this name; ``None`` if it has none."""
     try:
         found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):

@@ -48,7 +48,7 @@ def run_status(name: str, *, json_lines: bool = False) -> int:
 
 
 def _words(state: Mapping[str, Any]) -> Iterator[str]:
-    """Of a run's state, what is known, for a person."""
+    """Yield what is known of a run's state, as words for people."""
     yield f"{state['run']}  {state['status']}"
     if state.get("pid") is not None:
         yield f"process {state['pid']}"

@@ -47,7 +47,7 @@ class Era:
     since: int
     """Its first step."""
     members: tuple[Life, ...]
-    """In the order in which they take turns."""
+    """The workers that train, in the order in which they take turns."""
     first: int
     """The first slot that nobody has taken before, except for those that are ``left``."""
     left: tuple[Slot, ...] = ()

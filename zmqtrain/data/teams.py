@@ -86,7 +86,7 @@ def owner_of(position: int, peers: Sequence[PeerId]) -> PeerId:
 
 
 def first_teams(groups: Sequence[Sequence[PeerId]], processes: Mapping[PeerId, int]) -> tuple[Team, ...]:
-    """Those with which a run begins."""
+    """The teams with which a run begins."""
     return tuple(
         Team(group[0], number, tuple((peer, processes[peer]) for peer in group if peer in processes))
         for number, group in enumerate(groups)

@@ -254,7 +254,7 @@ class Core:
         return model, optimizer
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """In the caller's thread: what the coroutine returns."""
+        """Run the coroutine on the loop, and wait in the calling thread for its result."""
         return self.bridge.call(self.guard(coroutine), what)
 
     async def _divide(self, model: nn.Module, optimizer: Optimizer, *, served: bool) -> DividedScript:

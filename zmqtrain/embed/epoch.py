@@ -36,7 +36,7 @@ class Batches(_Counted, Iterator[Any]):
 
 
 class AsyncBatches(_Counted, AsyncIterator[Any]):
-    """As `Batches`, for ``async for``."""
+    """The same as `Batches`, to be iterated by ``async for``."""
 
     def __init__(self, batches: AsyncGenerator[Any], count: Callable[[], int]) -> None:
         super().__init__(count)

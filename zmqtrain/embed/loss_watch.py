@@ -30,11 +30,11 @@ class Batches:
     own: int | None
     """This worker's; ``None`` if the loop has chosen them itself."""
     of_group: int | None
-    """Those of its group, likewise."""
+    """The samples of this worker's group; ``None`` as above."""
     workers: int
-    """In a group."""
+    """The number of workers in a group."""
     groups: int
-    """Those that make each step together."""
+    """The number of groups that make each step together."""
     divided: bool = False
     """Whether a group divides the model, and computes what the model returns without rows of all its samples."""
 

@@ -25,7 +25,7 @@ class Step:
     """What the state of a step follows from."""
 
     weight: float
-    """That of this worker's gradient in its group."""
+    """The weight of this worker's gradient in its group's."""
     only_adding: bool
     """Whether this backward is within ``accumulating()``."""
     exchanges: bool

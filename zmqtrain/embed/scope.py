@@ -94,7 +94,7 @@ class StepState:
     others: tuple[float, float] = (0.0, 0.0)
     """Sum and norm of what other optimizers train."""
     constants: Constants = field(default_factory=Constants)
-    """Those of the losses."""
+    """The constants found in the losses."""
     tolerance: float = 1e-5
 
     def numbers(self) -> list[float]:

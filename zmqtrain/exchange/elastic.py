@@ -42,7 +42,7 @@ class Decision:
     """What the members have agreed on about results that count on all of them or on none."""
 
     version: int
-    """Of the view that it is about."""
+    """The version of the view that was decided on."""
     living: Mapping[PeerId, int]
     """The workers that are there, and which of their processes."""
     newest: int

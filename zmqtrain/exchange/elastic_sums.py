@@ -56,7 +56,7 @@ class _Step:
     group: Group
     members: tuple[PeerId, ...]
     buckets: dict[int, Bucket] = field(default_factory=dict)
-    """Those that were handed over."""
+    """The buckets handed over so far, by index."""
     sums: dict[int, Payload] = field(default_factory=dict)
     """The sums, being computed or complete; already divided if complete."""
     complete: set[int] = field(default_factory=set)

@@ -27,10 +27,10 @@ from zmqtrain.wire.value import ValuePayload
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """For whom, and with whom, a step is trained."""
+    """Says for whom, and with whom, this worker trains a step."""
 
     group: Group
-    """Those of the group who train it."""
+    """The workers of the group that train the step."""
     whole: bool
     """Whether these are all that the group began with."""
     life: int | None = None

@@ -162,5 +162,5 @@ class FcHeads:
         return self._chains.of(self._number)
 
     async def ask(self, attempt: Callable[[PeerId], Awaitable[T]]) -> T:
-        """As `ChainHeads.ask`."""
+        """Ask this shard's head, and the next one if it is lost: see `ChainHeads.ask`."""
         return await self._chains.ask(self._number, attempt)

@@ -95,7 +95,7 @@ def _by_layer(planned: Planned, tried: Sequence[Tried]) -> list[dict[str, Any]]:
 
 
 def _waited_s(planned: Planned, tried: Sequence[Tried], key: tuple[int, Term, Phase]) -> float:
-    """Of the process that waited longest; the median over steps."""
+    """How long the process that waited longest has waited for a term of a layer: the median over steps, in seconds."""
     layers = planned.problem.layers
     labels = {label for each in tried for label in each.sent if (stage_of(layers, label), label.term, label.phase) == key}
     names = {f"wait for {label}" for label in labels}

@@ -121,7 +121,7 @@ class LaunchedRuns:
     folders: Folders
     data_path: str | None
     folder: str
-    """That relative paths in the file begin at."""
+    """The folder from which relative paths in the file are resolved."""
     emulation: Emulation | None = None
     elapsed_s: float = 0.0
 

@@ -122,7 +122,7 @@ class Window:
         self._reduce_through(flat, combine, what, root, told=told)
 
     def _reduce_whole(self, flat: Tensor, combine: Combine, what: str, *, receives: bool) -> None:
-        """In one chunk, all of which each process reads."""
+        """Reduce the tensor in one chunk, of which each process reads all parts."""
         half = self._half
         windows = [halves[half][: flat.numel() * flat.element_size()].view(flat.dtype) for halves in self._halves]
         windows[self.rank].copy_(flat)

@@ -221,7 +221,7 @@ class Left:
 
     @classmethod
     def of(cls, path: Path) -> Left:
-        """Those of the run in this directory."""
+        """What the run in this directory has left behind."""
         try:
             ledger = JournalFile.read(path / NAME)
         except JournalError:

@@ -45,7 +45,7 @@ class Circumstances:
     servers_have_ended: bool
     """Whether what was trained was on model servers, of which one has ended."""
     agent: Entry | None
-    """That of the member's host."""
+    """The agent of the member's host."""
     end_reason: str
 
 

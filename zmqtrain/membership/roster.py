@@ -170,7 +170,7 @@ class Roster:
 
     @property
     def version(self) -> int:
-        """That of the view as it is now."""
+        """The version of the current view."""
         return self._version
 
     def view(self) -> View:

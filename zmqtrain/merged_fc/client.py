@@ -45,7 +45,7 @@ GIVEN_UP = AnswerMeta(None, 0.0, 0)
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """For whom a step is trained."""
+    """Says for which worker's life a step is trained."""
 
     life: int | None = None
     """The life of the worker's team, if workers may be lost."""
@@ -192,7 +192,7 @@ class FcClient:
 
     @property
     def _own_life(self) -> int | None:
-        """Of this process, if workers may be lost."""
+        """This process's incarnation; ``None`` if workers may not be lost."""
         return None if self._members is None else self._members.own_incarnation
 
     def _on_change(self, step: int, living: tuple[PeerId, ...]) -> None:

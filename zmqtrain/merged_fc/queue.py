@@ -231,7 +231,7 @@ class FcQueue:
         return self._applied(decision.apply, decision.reason)
 
     def progress(self, life: int) -> tuple[int, int] | None:
-        """As `zmqtrain.server.aggregator.Aggregator.progress`."""
+        """How far a lost life has got: see `zmqtrain.server.aggregator.Aggregator.progress`."""
         done = self._gone.get(life)
         return None if done is None else (done, done)
 

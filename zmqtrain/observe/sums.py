@@ -262,7 +262,7 @@ class FieldSums:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> FieldSums:
-        """As it stands in a line's ``fields`` or ``parts``."""
+        """Read the sums as a line's ``fields`` or ``parts`` have them."""
         flat = told.get("buckets") or []
         pairs = zip(itertools.accumulate(flat[::2]), flat[1::2], strict=True)
         return cls(int(told["count"]), told["sum"], told["min"], told["max"], tuple(pairs))

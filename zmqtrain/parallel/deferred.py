@@ -72,7 +72,7 @@ class _Entry:
     touched: frozenset[int]
     """The storages that it reads, writes or makes."""
     state: Tensor | None
-    """Of the generator that it draws from, before."""
+    """The state of the generator that it draws from, before the draw."""
 
 
 class Deferred(Tensor):

@@ -50,6 +50,6 @@ class GradientNorm:
 
 
 def _norm(tensor: Tensor, norm_type: float) -> Tensor:
-    """In single precision at least."""
+    """The norm of a tensor, computed in single precision at least."""
     found: Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.promote_types(tensor.dtype, torch.float32))
     return found

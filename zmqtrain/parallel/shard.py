@@ -38,7 +38,7 @@ class Shard:
     layer: str
     """The module's name in the model."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The shape of the whole parameter."""
     members: tuple[int, ...]
     """The column's ranks, by row."""
     summed_over: tuple[int, ...]

@@ -65,10 +65,10 @@ class Tried:
 
     step_s: list[float] = field(default_factory=list)
     compute_s: float = 0.0
-    """Of each step."""
+    """The seconds of arithmetic in each step."""
     spans: list[Span] = field(default_factory=list)
     sent: Traffic = field(default_factory=dict)
-    """By this process, in a step."""
+    """What this process sends in a step."""
 
     def waited_s(self, term: str, step: int) -> float:
         """How long a step waited for messages of a term."""

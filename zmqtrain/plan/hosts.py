@@ -91,7 +91,7 @@ class Spread:
 
     @classmethod
     def alone(cls, size: int) -> Spread:
-        """Of processes that have a host each."""
+        """The spread of processes that have a host each."""
         others = size - 1
         return cls(size, not others, True, 1, min(1, others), min(1, others), others, others, others, 0, None, ((1, 1, size),))
 

@@ -98,7 +98,7 @@ class Ours:
     def meetings(
         self, before: Stage, sources: Sequence[Placed], at: Stage, targets: Sequence[Placed], *, back: bool = False
     ) -> Changes:
-        """As `changes`, to what the other stage leaves divided."""
+        """The changes towards what the other stage leaves divided: see `changes`."""
         ways = [(Lies.of(_left(before, sources), 0), Lies.of(_left(at.alone, targets), 1))]
         return self._moved(before, sources[0].grid.size, ways, back)
 

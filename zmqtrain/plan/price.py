@@ -21,7 +21,7 @@ class LayerPrice:
     stage: Stage
     placed: Placed
     cost: LayerCost
-    """With the redistribution of its input."""
+    """The layer's cost, with the redistribution of its input."""
     forward_s: float
     backward_s: float
     memory: Memory

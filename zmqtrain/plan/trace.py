@@ -212,7 +212,7 @@ def _layer(call: _Call) -> LayerShape:
 
 
 def _means(module: nn.Module, inputs: tuple[int, ...]) -> int:
-    """Of how many groups of channels a norm needs means."""
+    """The number of groups of channels of which a norm needs means."""
     if isinstance(module, nn.GroupNorm):
         return module.num_groups
     return inputs[0] if isinstance(module, _MEANS) else 0

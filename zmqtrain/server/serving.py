@@ -65,9 +65,9 @@ class Shard:
     """(group, piece) -> the tag of its last push."""
     sensors: Sensors = field(default_factory=Sensors)
     limit: NormLimit | None = None
-    """Of how fast gradients grow, if there is one."""
+    """The limit to the growth of gradients, if there is one."""
     recovery: Recovery | None = None
-    """Of the fitted learning rate, where that may rise again."""
+    """The recovery of the fitted learning rate, where that may rise again."""
 
     @property
     def updates(self) -> int:

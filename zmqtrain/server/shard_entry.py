@@ -74,7 +74,7 @@ class ShardEntry(Protocol):
         """Keep the values before the last update from now on, for `lend_before`."""
 
     def lend_before(self, meta: Value = None) -> Loan:
-        """As `lend`, but the values before the last update."""
+        """Lend the values before the last update, as `lend` does with the current ones."""
         ...
 
     def update(

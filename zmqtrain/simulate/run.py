@@ -61,7 +61,7 @@ class Options:
     """Options of a simulation, beside the topology."""
 
     faults: Sequence[Fault] | None = None
-    """In place of the file's."""
+    """The faults to inject; ``None``: those of the file."""
     data_path: str | None = None
     task: Task | None = None
     """In place of the task that ``[job] task`` names."""

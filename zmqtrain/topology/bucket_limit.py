@@ -42,7 +42,7 @@ class BucketLimit:
         return self.bytes_of(model_bytes) < self.most
 
     def bytes_of(self, model_bytes: float) -> int:
-        """For a model of ``model_bytes``."""
+        """The largest size of a bucket, in bytes, for a model of ``model_bytes``."""
         return self.most if self.buckets == 1 else int(min(self.most, max(LEAST_BYTES, model_bytes / self.buckets)))
 
 

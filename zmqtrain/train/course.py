@@ -25,7 +25,7 @@ class Course:
 
     @property
     def samples(self) -> int:
-        """Those of a step."""
+        """The number of samples in a step."""
         return self.groups * self.batch_size
 
     @property

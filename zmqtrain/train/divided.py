@@ -217,7 +217,7 @@ class PartConverter:
 
     @classmethod
     def of(cls, model: nn.Module) -> PartConverter:
-        """For the parameters and buffers of a model, divided or not."""
+        """The converter for the parameters and buffers of a model, divided or not."""
         return cls(model.shards_by_name(), model.fabric) if isinstance(model, ParallelModel) else cls({}, None)
 
     @classmethod
@@ -263,7 +263,7 @@ class PartConverter:
         return iter(tensors.items()) if self._fabric is None else gathered(tensors, self._held(tensors), self._fabric, to=to)
 
     def _held(self, tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
-        """Those of which this worker has a part."""
+        """The shards of those tensors of which this worker has a part."""
         row = self._row()
         return {
             key: shard

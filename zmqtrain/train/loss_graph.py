@@ -205,7 +205,7 @@ def kind_of(node: Node) -> str:
 
 
 def _of_torchs(node: Any, samples: int | None, *, scaled: bool) -> str:
-    """Of a loss function of torch."""
+    """Why the loss of one of torch's functions is no mean over the samples; empty if that does not show."""
     if node._saved_reduction == SUM and not scaled:
         return _SUMMED
     if node._saved_reduction != MEAN or not kind_of(node).startswith("NllLoss"):

@@ -248,7 +248,7 @@ class _Walk:
         return float(count)
 
     def _of_torchs(self, node: Any) -> None:
-        """Of a loss function of torch."""
+        """Note what a node of one of torch's loss functions shows."""
         if node._saved_reduction == MEAN:
             of = node._saved_target if kind_of(node).startswith("NllLoss") else node._saved_self
             self.found.append(("mean", self._count(of.numel())))

@@ -113,7 +113,7 @@ class Metrics:
         return joined
 
     def _try_joined(self, name: str, measure: Measure, output: Tensor, target: Tensor) -> None:
-        """As `_try`, of several batches."""
+        """Do as `_try` does, with several batches."""
         try:
             value = measure(output, target)
             pair = parted(value)

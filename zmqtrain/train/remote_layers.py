@@ -95,7 +95,7 @@ class ModelledRemoteLayers(Protocol):
     """A worker's side of remote layers on a modelled device."""
 
     def begin_step(self, step: int) -> None:
-        """As `RemoteLayers.begin_step`."""
+        """See `RemoteLayers.begin_step`."""
         ...
 
     async def __call__(self, step: int, samples: int, sent: Callable[[], Awaitable[None]]) -> Waited:

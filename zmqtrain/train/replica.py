@@ -584,5 +584,5 @@ class TorchReplica:
 
 
 def _always(*, arrived: bool = False) -> bool:
-    """For a caller that has already checked the loss."""
+    """Say that the loss is good, for a caller that has checked it."""
     return True

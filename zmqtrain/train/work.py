@@ -147,7 +147,7 @@ class Work(Protocol):
         """The step's update is done, or has been sent to the servers."""
 
     def sat_out(self, step: int) -> None:
-        """In place of a step: only others had something to train."""
+        """Called in place of a step that only others had something to train in."""
 
     def updating_s(self) -> float:
         """Seconds that local updates have taken since the last call."""

@@ -108,7 +108,7 @@ class Choice(ColdStart):
     def _each(
         self, found: SearchGrid, momenta: Sequence[float], phase: str, reason: str, enough: float
     ) -> Generator[Trial, Outcome, None]:
-        """As long as each is the best."""
+        """Try one momentum after another for as long as each is the best so far."""
         for momentum in momenta:
             if found.best is not None and found.loss <= enough and not found.rises:
                 return

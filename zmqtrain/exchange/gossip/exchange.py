@@ -68,7 +68,7 @@ class GossipSettings:
     timeout_s: float = 60.0
     """How long to wait for a partner."""
     buckets: BucketLimit = field(default_factory=BucketLimit)
-    """By which the model was divided into buckets."""
+    """The limits by which the model was divided into buckets."""
 
 
 class GossipExchange(Serverless):

@@ -47,9 +47,9 @@ class _Round:
     team: tuple[PeerId, ...]
     """The workers of its group that are planned for the step."""
     to: tuple[PeerId, ...]
-    """Those of the group that gets its model."""
+    """The workers of the group that gets this group's model."""
     sources: tuple[tuple[PeerId, ...], ...]
-    """Those of each group whose model it gets."""
+    """The workers of each group whose model this group gets."""
 
 
 class TeamGossip:

@@ -158,7 +158,7 @@ class DomainLayer(nn.Module):
 
     @property
     def out_across(self) -> Division | None:
-        """That along the second one."""
+        """The division of the output along the second dimension."""
         return next((line.out_division for dim, line in self.lines.items() if dim != self.dim), None)
 
     def forward(self, own: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class _Piece:
     rows: Tensor
     result: Tensor
     gradient: Tensor | None = None
-    """Of ``rows``."""
+    """The gradient of ``rows``."""
 
 
 class _Overlapped(torch.autograd.Function):

@@ -52,7 +52,7 @@ class LSTM(Divided):
         return 2 if self.bidirectional else 1
 
     def flatten_parameters(self) -> None:
-        """For callers of the original's; there is nothing to do."""
+        """Do nothing: for programs that call the method of torch's own LSTM."""
 
     def forward(self, x: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """(time, samples, inputs), or samples first, to the outputs of all time steps, and the last ones and cells. All whole."""

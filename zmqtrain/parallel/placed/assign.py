@@ -44,7 +44,7 @@ class Assigned:
     choice: Choice
     grid: Grid
     strips: Strips | None = None
-    """Of ``domain``: how images are divided."""
+    """How images are divided, if the choice is ``domain``."""
 
     @classmethod
     def of(cls, plan: LayerPlan) -> Assigned:

@@ -188,7 +188,7 @@ def tensors(*values: Any) -> list[Any]:
 
 
 def world_of(*values: Any) -> World:
-    """That of the first placed tensor."""
+    """The world of the first placed tensor."""
     return first_placed(values).world
 
 
@@ -198,7 +198,7 @@ def first_placed(values: Any) -> Placed:
 
 
 def grid_of(*values: Any) -> Any:
-    """That of the first placed tensor."""
+    """The grid of the first placed tensor."""
     return first_placed(values).placement.grid
 
 

@@ -408,7 +408,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Of torch's generator in the forward of a step."""
+    """The seed of torch's generator in the forward of a step."""
     return (seed * 1_000_003 + step * 7_919 + 12_345) % (1 << 63)
 
 

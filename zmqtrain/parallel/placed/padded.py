@@ -32,7 +32,7 @@ def zero_padding(model: nn.Module) -> list[RemovableHandle]:
 
 
 class _Zeros:
-    """Of one encoder."""
+    """Fills one encoder's padded outputs with zeros."""
 
     def __init__(self) -> None:
         self._padding: Tensor | None = None

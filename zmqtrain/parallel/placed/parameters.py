@@ -33,7 +33,7 @@ class Use:
     """This process's part, whose gradient is its contribution."""
     shard: Shard
     strips: Strips | None = None
-    """Of a layer whose images are divided: how."""
+    """How images are divided, if the layer divides them."""
 
     def __str__(self) -> str:
         return f"layer {self.layer or 'of the model'}: its {self.name!r}"

@@ -24,7 +24,7 @@ class Cut(NamedTuple):
     grid: Any
     samples: str
     ranges: Divisions
-    """Of the rows."""
+    """The part of the dimension that each row of the grid has."""
     unit: int = 1
     """How much of the dimension a sample is."""
 

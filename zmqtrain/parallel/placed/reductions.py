@@ -163,7 +163,7 @@ for operator in (aten.flip.default, aten.roll.default):
 
 @rule(aten.triu.default, aten.tril.default, aten.triu_.default, aten.tril_.default, both=True)
 def triangle(world: World, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Of the last two dimensions, which must be whole."""
+    """The upper or lower triangle of the last two dimensions, which must be whole."""
     value: Placed = args[0]
     if func._schema.is_mutable:
         return NotImplemented

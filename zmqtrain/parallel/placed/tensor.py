@@ -37,7 +37,7 @@ class World:
 
     fabric: Fabric
     grid: Grid
-    """Whose columns have the samples of a batch."""
+    """The grid whose columns divide the samples of a batch."""
     batch: Batch = field(default_factory=lambda: Batch(0))
     seed: int = 0
     statistics: Literal["whole", "local"] = "whole"

@@ -58,7 +58,7 @@ class Part:
     """What a process holds of a parameter or buffer."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The shape of the whole tensor."""
     dimension: int | None
     ranges: tuple[Range, ...]
 
@@ -78,7 +78,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of which tensors a process needs which part, by name."""
+    """Which part of which tensors a process needs, by the tensors' names."""
 
     parameters: Mapping[str, Part]
     buffers: Mapping[str, Part]
@@ -128,7 +128,7 @@ class Update:
     """The value of a parameter after a step of the optimizer with a known gradient."""
 
     seed: int
-    """Of the gradient (`pattern`)."""
+    """The seed from which `pattern` makes the gradient."""
     after: Tensor
     """`sketch` of the part."""
     largest: float
@@ -147,7 +147,7 @@ class Wanted:
     weights: dict[When, float | None] = field(default_factory=dict)
     """By which the loss's sum is divided, if it is (sum, weight)."""
     order: Mapping[str, int] = field(default_factory=dict)
-    """Of modules: the number of the first call."""
+    """By module: the number of its first call."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """`sketch` of each part."""
     buffers: dict[When, dict[str, Tensor]] = field(default_factory=dict)
@@ -288,7 +288,7 @@ class _Serving:
 
     @property
     def all_needs(self) -> list[Needs]:
-        """Those of every process that is served, and this one's."""
+        """The needs of this process, and of every process that it serves."""
         return [self._needs, *self._told.values()]
 
     def tell(self, what: str, about: Any, parts: Callable[[Needs], list[Tensor]]) -> None:
@@ -298,7 +298,7 @@ class _Serving:
         self.own.take(what, about, [each.detach() for each in parts(self._needs)])
 
     def gradient(self, name: str, whole: Tensor) -> None:
-        """Of a parameter; sent now or with the next ones."""
+        """Take a parameter's gradient, which is sent now or with the next ones."""
         self._gradients.append((name, whole))
         if sum(each.nbytes for _, each in self._gradients) >= _TOGETHER_BYTES:
             self.gradients_end()
@@ -318,7 +318,7 @@ class _Serving:
         self.tell("buffers", about, lambda needs: [needs.buffers.get(name, everything).of(each).clone() for name, each in found])
 
     def parameters(self, names: Mapping[nn.Parameter, str], before: Sequence[Tensor], when: When) -> None:
-        """Of a model, those that are not as they were ``before``."""
+        """Take a model's parameters that are no longer as they were ``before``."""
         changed = [
             (name, each.detach()) for (each, name), was in zip(names.items(), before, strict=True) if distance(sketch(each), was)
         ]
@@ -430,7 +430,7 @@ class Outcome:
     weight: float | None
     """By which the loss's sum is divided, if it is (sum, weight)."""
     order: Mapping[str, int]
-    """Of modules: the number of the first call."""
+    """By module: the number of its first call."""
 
 
 def made(case: Case) -> nn.Module:

@@ -72,7 +72,7 @@ class Parts:
 
 
 def parts_of(divided: ParallelModel) -> Parts:
-    """Those of a divided model's plan."""
+    """The parts into which a divided model's plan cuts images."""
     strips = {held.assigned.strips for held in divided._assignment.held.values()} - {None}
     heights, widths = ({getattr(each, side) for each in strips} - {1} for side in ("height", "width"))
     return Parts(tuple(sorted(heights)), tuple(sorted(widths)))
@@ -286,7 +286,7 @@ class _Origin:
 
     @classmethod
     def of(cls, whole: _Operator, lower: _Operator, narrower: _Operator) -> _Origin:
-        """Those that are others where images are lower, and narrower."""
+        """The dimensions whose sizes are others where images are lower, and where they are narrower."""
 
         def others(other: _Operator) -> tuple[tuple[bool, ...], ...]:
             return tuple(
@@ -377,7 +377,7 @@ class _OtherError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """Of a tensor without content."""
+    """Describes a tensor by all but its content."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]

@@ -38,9 +38,9 @@ class Asked:
     processors: int = 1
     """The largest number of threads to try."""
     patience: Patience = field(default_factory=Patience)
-    """For each number of samples, and of threads."""
+    """How long to measure each number of samples and of threads."""
     peak_patience: Patience = field(default_factory=lambda: Patience(0.4, least=7, most=100))
-    """For each way to multiply large matrices; the fastest counts."""
+    """How long to measure each way to multiply large matrices, of which the fastest counts."""
 
 
 @dataclass(frozen=True, slots=True)
