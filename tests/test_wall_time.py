@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_roles_take_time_and_chance_from_their_world() -> None:
         f"{path.relative_to(PACKAGE)}:{line}: {what}"
         for path in sorted(PACKAGE.rglob("*.py"))
         if not any(str(path.relative_to(PACKAGE)).startswith(prefix) for prefix in MAY)
-        for line, what in _uses(ast.parse(path.read_text()))
+        for line, what in _found(path)
     ]
     assert not found, "use the loop's time(), zmqtrain.world or a seeded generator:\n" + "\n".join(found)
 
@@ -51,13 +52,21 @@ def test_roles_take_time_and_chance_from_their_world() -> None:
 def test_the_list_of_exceptions_is_true() -> None:
     for prefix in MAY:
         files = [PACKAGE / prefix] if prefix.endswith(".py") else list((PACKAGE / prefix).rglob("*.py"))
-        assert any(list(_uses(ast.parse(path.read_text()))) for path in files), f"{prefix} needs no exception any more"
+        assert any(_found(path) for path in files), f"{prefix} needs no exception any more"
 
 
 def test_the_check_sees_what_it_looks_for() -> None:
     imports = "import time as t\nfrom secrets import token_hex\nimport random\n"
     source = imports + "t.sleep(1)\ntoken_hex()\nrandom.random()\nrandom.Random(3)\n"
     assert [what for _, what in _uses(ast.parse(source))] == ["secrets.token_hex", "time.sleep", "random.random"]
+
+
+def _found(path: Path) -> list[tuple[int, str]]:
+    """What a file uses of the real world. Most import nothing that could be: they need not be parsed."""
+    text = path.read_text()
+    return (
+        list(_uses(ast.parse(text))) if re.search(rf"\bimport\b.*\b({'|'.join(REAL)})\b|\bfrom ({'|'.join(REAL)})\b", text) else []
+    )
 
 
 def _uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
