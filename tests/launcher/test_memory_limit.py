@@ -11,8 +11,8 @@ from tests.launcher.launched import Launched, prepare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits on a process's data need Linux")
 
-#: 64 weights of 4 MiB, and as much again for gradients. The limit comes on top of what a worker has when it loads its task. Each of
-#: four needs some 110 MiB, and more where several layers travel at once.
+#: 32 weights of 4 MiB, and as much again for gradients. The limit comes on top of what a worker has when it loads its task. Each of
+#: four needs some 70 MiB, and more where several layers travel at once.
 TASK = """
 import resource
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from zmqtrain import Task
 
-LIMIT = 200 << 20
+LIMIT = 120 << 20
 
 
 def task():
@@ -33,7 +33,7 @@ def task():
     resource.setrlimit(resource.RLIMIT_DATA, (data + LIMIT, resource.RLIM_INFINITY))
     inputs = torch.randn(8, 1024, generator=torch.Generator().manual_seed(1))
     return Task(
-        model=lambda: nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(64)]),
+        model=lambda: nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(32)]),
         loss=nn.functional.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
         train_data=TensorDataset(inputs, inputs),
@@ -64,4 +64,4 @@ def test_four_workers_train_it(tmp_path: Path) -> None:
     with Launched(prepare(tmp_path, TASK, TOPOLOGY.format(rows=4)), "trial.toml") as launched:
         assert launched.end() == 0, launched
     assert launched.json("summary.json")["steps"] == 2
-    assert (launched.run / "model.safetensors").stat().st_size > 64 * (4 << 20)
+    assert (launched.run / "model.safetensors").stat().st_size > 32 * (4 << 20)
