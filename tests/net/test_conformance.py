@@ -195,13 +195,13 @@ async def test_urgent_messages_overtake(world: World) -> None:
     assert [n for n in order if n != 99] == list(range(10))
 
 
-async def test_the_control_lane_is_not_behind_a_gigabyte_of_tensors(world: World) -> None:
-    a, b = await world.pair(outbox_bytes=2_000 * MIB)
+async def test_the_control_lane_is_not_behind_hundreds_of_megabytes_of_tensors(world: World) -> None:
+    a, b = await world.pair(outbox_bytes=500 * MIB)
     buffer = tensor(1.0, 25_000_000 // 4)
     into = tensor(0.0, 25_000_000 // 4)
 
     async def drain() -> None:
-        for n in range(40):
+        for n in range(12):
             await b.receive("a", ("x", n), into=into)
 
     async def echo(caller: str, value: int) -> int:
@@ -209,13 +209,13 @@ async def test_the_control_lane_is_not_behind_a_gigabyte_of_tensors(world: World
 
     b.serve("echo", echo)
     draining = asyncio.create_task(drain())
-    for n in range(40):
+    for n in range(12):
         await a.send("b", ("x", n), buffer)
     for n in range(3):
         assert (await a.request("b", "echo", n, timeout=30)).meta == n
     await a.send("b", ("small",), ValuePayload(1))
     await b.receive("a", ("small",))
-    assert b.statistics()["bytes_received"] < 900_000_000
+    assert b.statistics()["bytes_received"] < 270_000_000
     await draining
 
 
