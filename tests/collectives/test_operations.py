@@ -70,6 +70,7 @@ async def test_all_reduce(algorithm: Any, size: int, numel: int, dtype: str, see
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring", "halving"])
+@settings(max_examples=30)
 @given(size=sizes, numel=lengths, dtype=dtypes)
 async def test_reduce_scatter(algorithm: Any, size: int, numel: int, dtype: str) -> None:
     inputs = drawn(dtype, numel, size)
@@ -84,6 +85,7 @@ async def test_reduce_scatter(algorithm: Any, size: int, numel: int, dtype: str)
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring", "bruck"])
+@settings(max_examples=30)
 @given(size=sizes, numel=lengths, dtype=dtypes)
 async def test_all_gather(algorithm: Any, size: int, numel: int, dtype: str) -> None:
     whole = drawn(dtype, numel, 1)[0]

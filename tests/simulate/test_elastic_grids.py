@@ -15,7 +15,7 @@ from zmqtrain.run.faults import Fault, kill
 from zmqtrain.simulate.run import Options, simulate
 from zmqtrain.topology.schema import Topology
 
-STEPS, GROUPS, SIZE = 8, 2, 3
+STEPS, GROUPS, SIZE = 6, 2, 3
 EXCHANGES: dict[str, dict[str, Any]] = {
     "allreduce": {"kind": "allreduce"},
     "sync": {"kind": "model_server", "staleness": "sync", "shards": 2},

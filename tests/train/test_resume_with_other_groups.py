@@ -239,23 +239,37 @@ COMPRESSED: dict[str, dict[str, Any]] = {
 }
 
 
+_HALVES: dict[str, Path] = {}
+
+
+async def half_of(name: str, groups: int, folders: pytest.TempPathFactory) -> Path:
+    """What the first steps leave: the same for all tests, which only read it."""
+    if name not in _HALVES:
+        folder = folders.mktemp("half")
+        await done(topology(COMPRESSED[name], groups, 8, HALF), Recipe(), folder=folder)
+        _HALVES[name] = folder
+    return _HALVES[name]
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("name", COMPRESSED)
-async def test_what_was_not_sent_is_shared_by_others(name: str, groups: int, tmp_path: Path) -> None:
+async def test_what_was_not_sent_is_shared_by_others(
+    name: str, groups: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Altogether they have as much of it."""
     exchange, recipe, was = COMPRESSED[name], Recipe(), 3
     if groups == 1 and exchange["kind"] != "model_server":
         pytest.skip("one worker has nobody to send to")
-    await done(topology(exchange, was, 8, HALF), recipe, folder=tmp_path / "half")
-    await done(topology(exchange, groups, 8, HALF), recipe, folder=tmp_path / "rest", resume=tmp_path / "half")
-    before, after = unsent(tmp_path / "half", was), unsent(tmp_path / "rest", groups)
+    half = await half_of(name, was, tmp_path_factory)
+    await done(topology(exchange, groups, 8, HALF), recipe, folder=tmp_path / "rest", resume=half)
+    before, after = unsent(half, was), unsent(tmp_path / "rest", groups)
     if exchange.get("staleness") == "async":
         before, after = ({key: each * n for key, each in of.items()} for of, n in ((before, was), (after, groups)))
     assert any(each.abs().max() > 0 for each in before.values())
     assert before.keys() == after.keys()
     for key, tensor in after.items():
         torch.testing.assert_close(tensor, before[key], rtol=1e-10, atol=1e-14)
-    again = await done(topology(exchange, groups, 8, HALF + 2), recipe, resume=tmp_path / "half")
+    again = await done(topology(exchange, groups, 8, HALF + 2), recipe, resume=half)
     assert len(again.recorders["worker/0"].of("step")) == 2
 
 
