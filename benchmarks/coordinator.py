@@ -13,6 +13,7 @@ import resource
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,15 +24,22 @@ from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.membership.environment import net_settings
 from zmqtrain.net.loop import run
 from zmqtrain.net.node import Node
+from zmqtrain.net.settings import NetSettings
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.observe.recorder import RunRecorder
+from zmqtrain.run.assembly import coordinator_settings
 from zmqtrain.topology.placement import place
 from zmqtrain.topology.schema import Topology
+from zmqtrain.topology.timeouts import Timeouts
 
 HOSTS = (100, 400, 1000)
 PROCESSES, BARRIERS = 4, 5
 #: How long the run is watched, and how long a step takes of which each worker posts an event.
 STEADY_S, STEP_S = 10.0, 0.5
+#: How long after the last one has joined that begins.
+SETTLE_S = 3.0
+#: How many times as long as usual everything may take.
+PATIENCE = 10
 _TOKEN = "token of a benchmark"
 
 
@@ -49,13 +57,16 @@ def bench_coordinator(hosts: Sequence[int] = HOSTS) -> Iterator[Case]:
         yield case_of("coordinator", name + "all have joined after", found["joined_s"], "s", digits=2)
         yield case_of("coordinator", name + "its processor time until then", found["joined_cpu_s"], "s", digits=2)
         yield case_of("coordinator", name + "share of a processor in a steady run", 100 * found["steady"], "%", digits=1)
+        yield case_of("coordinator", name + "for each host and second", 1e6 * found["steady"] / count, "us", digits=0)
+        yield case_of("coordinator", name + "requests in a second", found["messages"], "", digits=0)
         yield case_of("coordinator", name + "a barrier of all workers", 1000 * found["barrier_s"], "ms", digits=0)
+        yield case_of("coordinator", name + "its processor time for it", 1000 * found["barrier_cpu_s"], "ms", digits=0)
 
 
 def _topology(hosts: int) -> Topology:
     return Topology.from_dict(
         {
-            "job": {"timeout": "600 s"},
+            "job": {},
             "hosts": [{"name": f"h[1-{hosts}]", "address": "127.0.0.1", "slots": 1}],
             "compute": {"groups": hosts, "batch_size": 1, "device": "modelled", "profile": "lenet"},
             "exchange": {"kind": "gossip"},
@@ -63,8 +74,21 @@ def _topology(hosts: int) -> Topology:
     )
 
 
+def _patient(timeouts: Timeouts) -> Timeouts:
+    """The same intervals, but more patience: all these processes share one machine."""
+    waits = {name: PATIENCE * getattr(timeouts, name) for name in ("flush_s", "lost_s", "request_s", "join_s", "barrier_s")}
+    return replace(timeouts, **waits)
+
+
+def _patiently(settings: NetSettings) -> NetSettings:
+    return replace(
+        settings, greet_s=PATIENCE * settings.greet_s, lost_s=PATIENCE * settings.lost_s, flush_s=PATIENCE * settings.flush_s
+    )
+
+
 async def _open(peer: str, topology: Topology) -> Node:
-    return await open_zeromq(peer, settings=net_settings(topology.job.timeouts, _TOKEN, host="127.0.0.1"))
+    settings = net_settings(topology.job.timeouts, _TOKEN, host="127.0.0.1", members=place(topology).members)
+    return await open_zeromq(peer, settings=_patiently(settings))
 
 
 def _open_many_files() -> None:
@@ -79,8 +103,10 @@ def _coordinate(hosts: int, told: Connection) -> None:
 
 async def _coordinator(hosts: int) -> dict[str, float]:
     topology = _topology(hosts)
-    endpoint = await _open(COORDINATOR, topology)
-    coordinator = Coordinator(endpoint, place(topology), topology.job.timeouts, elastic=True, on_report=lambda _peer, _events: None)
+    timeouts = _patient(topology.job.timeouts)
+    timeouts = replace(timeouts, silent_s=PATIENCE * timeouts.silent_s)
+    endpoint = await open_zeromq(COORDINATOR, settings=_patiently(coordinator_settings(topology, _TOKEN, encrypted=False)))
+    coordinator = Coordinator(endpoint, place(topology), timeouts, elastic=True, on_report=lambda _peer, _events: None)
     life = asyncio.create_task(coordinator.run())
     context = multiprocessing.get_context("spawn")
     pipes = []
@@ -93,16 +119,29 @@ async def _coordinator(hosts: int) -> dict[str, float]:
     for pipe in pipes:
         await asyncio.to_thread(pipe.recv)
     found = {"joined_s": time.monotonic() - began, "joined_cpu_s": time.process_time() - used}
-    began, used = time.monotonic(), time.process_time()
+    await asyncio.sleep(SETTLE_S)
+    began, used, before = time.monotonic(), time.process_time(), _arrived(endpoint)
     await asyncio.sleep(STEADY_S)
-    found["steady"] = (time.process_time() - used) / (time.monotonic() - began)
+    passed_s = time.monotonic() - began
+    found["steady"] = (time.process_time() - used) / passed_s
+    found["messages"] = (_arrived(endpoint) - before) / passed_s
+    used = time.process_time()
     for pipe in pipes:
         pipe.send("meet")
     found["barrier_s"] = statistics.median([max(await asyncio.to_thread(pipe.recv)) for pipe in pipes])
+    found["barrier_cpu_s"] = (time.process_time() - used) / BARRIERS
+    for pipe in pipes:
+        pipe.send("end")
     outcome = await life
+    for pipe in pipes:
+        await asyncio.to_thread(pipe.recv)
     assert outcome.status == "done", outcome
     await endpoint.close()
     return found
+
+
+def _arrived(endpoint: Node) -> int:
+    return endpoint.statistics()["messages_received"]
 
 
 def _be_hosts(ranks: Sequence[int], hosts: int, address: str, pipe: Connection) -> None:
@@ -112,13 +151,16 @@ def _be_hosts(ranks: Sequence[int], hosts: int, address: str, pipe: Connection) 
 
 async def _hosts(ranks: Sequence[int], hosts: int, address: str, pipe: Connection) -> None:
     topology, loop = _topology(hosts), asyncio.get_running_loop()
-    timeouts, meet, joined = topology.job.timeouts, asyncio.Event(), 0
+    timeouts, meet, joined = _patient(topology.job.timeouts), asyncio.Event(), 0
+    end = asyncio.Event()
     took: list[float] = []
 
     def heard() -> None:
-        loop.remove_reader(pipe.fileno())
-        pipe.recv()
-        meet.set()
+        if pipe.recv() == "meet":
+            meet.set()
+        else:
+            loop.remove_reader(pipe.fileno())
+            end.set()
 
     loop.add_reader(pipe.fileno(), heard)
 
@@ -140,6 +182,9 @@ async def _hosts(ranks: Sequence[int], hosts: int, address: str, pipe: Connectio
             start = time.monotonic()
             await membership.barrier(f"{number}")
             took.append(time.monotonic() - start)
+        if len(took) == BARRIERS * len(ranks):
+            pipe.send([statistics.median(took)])
+        await end.wait()
         await _end(steps, posts)
         await recorder.close()
         await membership.leave()
@@ -152,7 +197,7 @@ async def _hosts(ranks: Sequence[int], hosts: int, address: str, pipe: Connectio
     async with asyncio.TaskGroup() as tasks:
         for rank in ranks:
             tasks.create_task(host(rank))
-    pipe.send([statistics.median(took)])
+    pipe.send("ended")
 
 
 async def _train(recorder: RunRecorder) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -287,3 +288,19 @@ async def test_cancelling_refuses_those_who_wait() -> None:
     with pytest.raises(PeerLostError, match="the run has ended"):
         await waiting
     await run.close()
+
+
+async def test_an_agent_of_a_large_run_shows_between_its_heartbeats_that_it_is_there() -> None:
+    timeouts, loop = replace(Timeouts.of(60.0), silent_s=2.0), asyncio.get_running_loop()
+    async with started(placement_of(1000, 1, hosts=250), agents=True, timeouts=timeouts) as (run, _):
+        link = await run.agent("h0")
+        beats = asyncio.create_task(link.run())
+        before, began = run.nodes[0].statistics()["messages_received"], loop.time()
+        await asyncio.sleep(50.0)
+        heartbeats = run.nodes[0].statistics()["messages_received"] - before
+        assert heartbeats == 20  # one in 2.5 s, which is longer than an agent may be silent
+        assert not run.coordinator.failed.is_set()
+        beats.cancel()
+        await run.coordinator.failed.wait()
+        assert loop.time() - began < 50.0 + timeouts.silent_s
+        assert run.events[-2][1]["reason"] == "lost the host h0: its agent has been silent for 2 s"

@@ -452,7 +452,7 @@ def test_events_tell_the_story() -> None:
     assert notes[0].reason == "worker/0 joined (1 of 1)"
 
 
-@pytest.mark.parametrize(("hosts", "pause_s"), [(1, 1.0), (100, 1.0), (150, 1.5), (1000, TIMEOUTS.silent_s / 3)])
-def test_many_agents_send_fewer_heartbeats_but_three_before_they_count_as_silent(hosts: int, pause_s: float) -> None:
+@pytest.mark.parametrize(("hosts", "pause_s"), [(1, 1.0), (100, 1.0), (150, 1.5), (1000, min(10.0, TIMEOUTS.lost_s / 2))])
+def test_many_agents_send_fewer_heartbeats(hosts: int, pause_s: float) -> None:
     table = Table(members(workers=hosts, servers=0, hosts=hosts))
     assert table.roster.heartbeat_s == pytest.approx(pause_s)

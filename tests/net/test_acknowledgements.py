@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from zmqtrain.net.node import Node
 from zmqtrain.net.settings import KIB
 from zmqtrain.wire.message import Header, decode_header
 from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.wire.value import ValuePayload
 
 #: Nobody waits for so long.
 NEVER_S = 1000.0
@@ -68,3 +70,71 @@ async def test_acknowledgements_that_are_lost_with_their_message_come_again_with
     await to_and_fro(a, b, 90)
     await a.finish(timeout=10.0)
     await b.finish(timeout=10.0)
+
+
+async def test_requests_and_answers_are_acknowledged_by_what_follows(world: World) -> None:
+    a, b = await world.pair(probe_s=NEVER_S, probe_later_s=NEVER_S, ack_s=0.0)
+    b.serve("add", _add)
+    assert (await a.request("b", "add", 1, timeout=10.0)).meta == 2
+    found: list[Header] = []
+    alone(a, found)
+    alone(b, found)
+    for n in range(30):
+        assert (await a.request("b", "add", n, timeout=10.0)).meta == n + 1
+    assert not found
+    assert a.statistics()["inflight_bytes"] == 0  # the answer has told
+    assert b.statistics()["inflight_bytes"] > 0  # no request has followed the last answer
+    await b.finish(timeout=10.0)  # which asks
+    assert b.statistics()["inflight_bytes"] == 0
+
+
+async def test_what_is_sent_between_requests_is_acknowledged_as_ever(world: World) -> None:
+    a, b = await world.pair(probe_s=NEVER_S, probe_later_s=NEVER_S)
+    b.serve("add", _add)
+    await a.request("b", "add", 1, timeout=10.0)
+    sent = await a.send("b", ("x",), tensor(1))
+    await sent.wait_released()
+    value = await b.send("a", ("y",), ValuePayload(1))  # on the lane on which an answer is not acknowledged yet
+    await value.wait_released()
+
+
+async def test_requests_that_are_lost_come_again(world: World) -> None:
+    a, b = await world.fragile_pair(probe_later_s=NEVER_S)
+    b.serve("add", _add)
+    for n in range(3):
+        assert (await a.request("b", "add", n, timeout=10.0)).meta == n + 1
+        asking = asyncio.ensure_future(a.request("b", "add", n, timeout=10.0))
+        await asyncio.sleep(0)
+        world.cut()
+        assert (await asking).meta == n + 1
+    await a.finish(timeout=10.0)
+    await b.finish(timeout=10.0)
+
+
+async def test_a_process_shows_that_it_is_there(world: World) -> None:
+    a, b = await world.pair(probe_s=NEVER_S)
+    assert b.heard_at("a") is None
+    a.show("b")  # in vain: there is no link
+    b.serve("add", _add)
+    await a.request("b", "add", 1, timeout=10.0)
+    before, received = b.heard_at("a"), b.statistics()["messages_received"]
+    assert before is not None
+    while b.heard_at("a") == before:
+        a.show("b")
+        await asyncio.sleep(0.001)
+    assert b.statistics()["messages_received"] == received
+
+
+async def test_small_messages_may_be_taken_in_portions(world: World) -> None:
+    a = await world.open("a")
+    b = await world.open("b", pause_s=0.005)
+    world.introduce(a, b)
+    b.serve("add", _add)
+    for n in range(3):
+        assert (await a.request("b", "add", n, timeout=10.0)).meta == n + 1
+    answers = await asyncio.gather(*(a.request("b", "add", n, timeout=10.0) for n in range(200)))
+    assert [answer.meta for answer in answers] == list(range(1, 201))
+
+
+async def _add(_caller: str, number: int) -> int:
+    return number + 1

@@ -44,3 +44,27 @@ def test_pieces_are_taken_once_and_in_order() -> None:
     judged = [receiving.judge(sequence) for sequence in (0, 1, 3, 4, 2, 1, 3)]
     take, repeated, gap, new = Verdict.TAKE, Verdict.REPEATED, Verdict.GAP, Verdict.NEW_GAP
     assert judged == [take, take, new, gap, take, repeated, take]
+
+
+def test_what_may_be_acknowledged_later_hurries_nobody() -> None:
+    sending = lane(1)
+    assert sending.hurried
+    assert not sending.unhurried
+    sending.acknowledge(1)
+    sending.add((), 10, "owner", hurried=False)
+    assert not sending.hurried
+    assert sending.unhurried
+    sending.add((), 10, "owner")
+    assert sending.hurried
+    assert sending.hurried_from == 2  # since when something is overdue counts from here
+    sending.add((), 10, "owner", hurried=False)
+    assert sending.unhurried
+    for _ in range(3):
+        sending.advance()
+    sending.acknowledge(3)
+    assert not sending.hurried
+    sending.hurry()
+    assert sending.hurried
+    assert not sending.unhurried
+    sending.acknowledge(4)
+    assert not sending.hurried

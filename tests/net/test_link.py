@@ -7,11 +7,12 @@ import asyncio
 import pytest
 
 from zmqtrain.errors import PeerLostError
+from zmqtrain.net.flags import BEYOND
 from zmqtrain.net.greeting import Hello
-from zmqtrain.net.link import ACK, BYE, Link
+from zmqtrain.net.link import ACK, BYE, PROBE, Link
 from zmqtrain.net.mailbox import Mailbox
 from zmqtrain.net.memory import MemoryNetwork
-from zmqtrain.net.outbox import CONTROL
+from zmqtrain.net.outbox import CONTROL, Outgoing
 from zmqtrain.net.settings import NetSettings
 from zmqtrain.wire.message import Header
 from zmqtrain.wire.value import ValuePayload
@@ -76,3 +77,59 @@ def test_others_may_take_the_place_of_an_ended_process() -> None:
     link.link_down(1.0)
     link.gone(1.1)
     assert link.next_deadline() == pytest.approx(11.0)
+
+
+def request(number: int, meta: str = "") -> Outgoing:
+    header = Header("value", ("@request", number, "add"), meta=meta)
+    return Outgoing(header, (), exempt=True)
+
+
+def send_all(link: Link, now: float) -> list[Header]:
+    """The headers of all that the link passes on at ``now``."""
+    sent = []
+    while (parcel := link.next_parcel(CONTROL)) is not None:
+        assert parcel.header is not None
+        sent.append(parcel.header)
+        link.parcel_sent(CONTROL, now)
+    return sent
+
+
+def test_a_request_is_asked_after_later_than_what_is_to_be_acknowledged_soon() -> None:
+    link = open_link(NetSettings(probe_s=1.0, probe_later_s=15.0))
+    link.outbox.put(request(1))
+    send_all(link, 10.0)
+    assert link.next_deadline() == 25.0
+    link.outbox.put(Outgoing(Header("value", ("x",), meta=1), ()))
+    send_all(link, 20.0)
+    assert link.next_deadline() == 21.0  # not at once, although the request has been waiting for longer
+    assert link.tick(21.0) is None
+    assert [header.kind for _, header in link.take_notices()] == [PROBE]
+    assert link.receive(CONTROL, Header(ACK, acks=(2, 1000, 0, 1000)), 10, b"", 21.1) is None
+    assert link.next_deadline() is None
+
+
+def test_a_request_is_acknowledged_with_its_answer_or_when_asked() -> None:
+    link = open_link(NetSettings(probe_later_s=15.0))
+    for sequence in range(2):
+        header = Header("value", ("@request", 7, "add"), sequence, sequence + 1, flags=BEYOND, meta=[])
+        assert link.receive(CONTROL, header, 50, b"", 1.0) is None
+        assert not link.ack_due
+    link.outbox.put(request(1))
+    (header,) = send_all(link, 1.0)
+    assert header.acks[0] == 2
+    header = Header("value", ("@request", 7, "add"), 2, 3, flags=BEYOND, meta=[])
+    assert link.receive(CONTROL, header, 50, b"", 1.0) is None
+    assert link.receive(CONTROL, Header(PROBE, sequence=3), 10, b"", 2.0) is None
+    assert link.ack_urgent
+    assert [header.acks[0] for _, header in link.take_notices()] == [3]
+
+
+def test_many_requests_without_an_answer_are_acknowledged_all_the_same() -> None:
+    settings = NetSettings(inflight_messages=16, probe_later_s=15.0)
+    link = open_link(settings)
+    for sequence in range(4):
+        assert not link.ack_due
+        header = Header("value", ("@request", sequence, "add"), sequence, sequence + 1, flags=BEYOND, meta=[])
+        assert link.receive(CONTROL, header, 50, b"", 1.0) is None
+    assert link.ack_urgent
+    assert [header.acks[0] for _, header in link.take_notices()] == [4]

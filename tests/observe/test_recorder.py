@@ -122,7 +122,7 @@ async def test_run_posts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [event["kind"] for event in desk.events] == ["step"]
 
 
-@pytest.mark.parametrize(("roles", "posts"), [(1, 40), (50, 40), (1000, 2)])
+@pytest.mark.parametrize(("roles", "posts"), [(1, 40), (25, 40), (500, 2)])
 @virtual_time()
 async def test_many_roles_post_less_often(roles: int, posts: int) -> None:
     """In ten seconds: the launcher has all their posts to take."""

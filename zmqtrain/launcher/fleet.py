@@ -84,6 +84,7 @@ class Fleet:
         self._command: Sequence[str] = ()
         self._hosts: tuple[Host, ...] = ()
         self._coordinators: dict[str, str] = {}  # the address of the coordinator's endpoint, by host name
+        self._members = 0  # the processes that the coordinator will be in touch with
 
     def settings(self, *, encrypted: bool, port: int | None = None) -> NetSettings:
         """Settings of the coordinator's endpoint with which all hosts reach it. ``port``: used instead of the engine's."""
@@ -94,6 +95,7 @@ class Fleet:
             host = "127.0.0.1" if near else listening_address(gathered.towards.values())
         at = gathered.port if port is None else port
         settings = coordinator_settings(gathered.topology, self.token, encrypted=encrypted, host=host, port=at)
+        self._members = settings.peers
         return settings if gathered.shape is None else gathered.shape(settings)
 
     async def open(
@@ -168,7 +170,14 @@ class Fleet:
         job = self.gathered.topology.job
         coordinator = self._coordinators[host.name]
         # Probes use the names of agents, because an emulated network knows the agents' hosts.
-        environment = RoleEnvironment(f"agent/{host.name}", coordinator, self.token, timeout_s=job.timeout_s, ports=job.port_range)
+        environment = RoleEnvironment(
+            f"agent/{host.name}",
+            coordinator,
+            self.token,
+            timeout_s=job.timeout_s,
+            ports=job.port_range,
+            members=self._members,
+        )
         if self.gathered.towards:
             environment = replace(environment, host=host.address, bind=host.listens_at)
         with engine_faults(self._kind, f"start the {self._what} of {host.name}"):

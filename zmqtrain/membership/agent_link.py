@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from math import ceil
 from typing import Any
 
 from zmqtrain.errors import PeerLostError, ProtocolError
@@ -24,6 +26,8 @@ from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 
+#: How often an agent shows that it is there, at least, before it counts as silent.
+SIGNS = 3
 #: The request by which the coordinator asks a host to leave the run.
 WITHDRAW = "withdraw"
 #: The request by which an agent that was told to end asks the coordinator to let its host leave (`WITHDRAW`).
@@ -113,8 +117,8 @@ class AgentLink:
         self._alive.discard(peer)
 
     async def run(self) -> None:
-        """Send heartbeats until the run is over. Raises `PeerLostError` or `PeerTimeoutError` if the coordinator is gone or has
-        given up this host: end all roles then."""
+        """Send heartbeats until the run is over; where there is much time between them, show in between that this host is there.
+        Raises `PeerLostError` or `PeerTimeoutError` if the coordinator is gone or has given up this host: end all roles then."""
         timeouts = self.membership.timeouts
         self.membership.on_view(self._outlive)
         self._outlive(self.membership.view)
@@ -123,11 +127,15 @@ class AgentLink:
             known = await self.membership._ask("heartbeat", living, timeout=timeouts.lost_s)
             if known is False and not self.finished.is_set():
                 raise PeerLostError(COORDINATOR, "it has given up this host, because it had not heard from it for too long")
-            try:
-                async with asyncio.timeout(known if isinstance(known, float) else timeouts.heartbeat_s):
-                    await self.finished.wait()
-            except TimeoutError:
-                continue
+            pause_s = known if isinstance(known, float) else timeouts.heartbeat_s
+            shown = ceil(pause_s / max(timeouts.heartbeat_s, timeouts.silent_s / SIGNS))
+            for number in range(shown):
+                if number:
+                    self.membership.endpoint.show(COORDINATOR)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s / shown):
+                        await self.finished.wait()
+                    break
 
     def _outlive(self, view: View) -> None:
         if view.complete:

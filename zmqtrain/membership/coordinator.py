@@ -168,6 +168,7 @@ class Coordinator:
                     await self._wait_for_change(self._roster.next_deadline())
                     if self._superseded.is_set():
                         raise SupersededError
+                    self._roster.handle_shown(self._endpoint.heard_at, self._now())
                     self._do(self._roster.tick(self._now()))
                 await self._let_agents_leave()
                 await self._drain()

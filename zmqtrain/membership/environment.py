@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import UsageError
+from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.net.address import key_in
 from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import PeerId
@@ -28,6 +29,12 @@ ARENA = "ZMQTRAIN_ARENA"
 SLOT = "ZMQTRAIN_SLOT"
 BIND = "ZMQTRAIN_BIND"
 PORTS = "ZMQTRAIN_PORTS"
+MEMBERS = "ZMQTRAIN_MEMBERS"
+#: In a run with more members than these there are fewer messages for each.
+FEW = 50
+#: There, how long a request or an answer may be without an acknowledgement until it is asked for: longer than it usually takes
+#: until another message goes the same way.
+PROBE_LATER_S = 15.0
 #: I/O threads of an endpoint that encrypts. One is enough for 1 Gbit/s in one direction, but not for both at once.
 ENCRYPTED_IO_THREADS = 2
 
@@ -56,6 +63,8 @@ class RoleEnvironment:
     """The address to bind, if others connect to a different one."""
     ports: tuple[int, int] | None = None
     """The first and the last port to listen on; ``None``: any port."""
+    members: int = 0
+    """How many processes the coordinator is in touch with; 0: few."""
 
     @property
     def timeouts(self) -> Timeouts:
@@ -65,7 +74,14 @@ class RoleEnvironment:
     def settings(self, arena: Arena | None = None) -> NetSettings:
         """The settings of the process's endpoint. ``arena``: its slot in the memory of its host."""
         shaping = Shaping.load(self.shaping, self.peer) if self.shaping else None
-        settings = net_settings(self.timeouts, self.token, host=self.bind or self.host, ports=self.ports, identity=self._identity())
+        settings = net_settings(
+            self.timeouts,
+            self.token,
+            host=self.bind or self.host,
+            ports=self.ports,
+            identity=self._identity(),
+            members=self.members,
+        )
         return replace(settings, advertise=self.host if self.bind else "", shaping=shaping, arena=arena)
 
     def _identity(self) -> Identity | None:
@@ -89,6 +105,7 @@ class RoleEnvironment:
             SLOT: str(self.slot),
             BIND: self.bind,
             PORTS: "" if self.ports is None else f"{self.ports[0]}-{self.ports[1]}",
+            MEMBERS: str(self.members),
         }
 
     @classmethod
@@ -112,9 +129,10 @@ class RoleEnvironment:
         except ValueError as error:
             raise UsageError(f"{TIMEOUT} is {text!r}; it must be a number of seconds") from error
         host = variables.get(HOST, "127.0.0.1")
-        arena, slot = variables.get(ARENA, ""), variables.get(SLOT, "0")
-        if not slot.isdecimal():
-            raise UsageError(f"{SLOT} is {slot!r}; it must be a number")
+        arena, slot, members = variables.get(ARENA, ""), variables.get(SLOT, "0"), variables.get(MEMBERS, "0")
+        for name, number in ((SLOT, slot), (MEMBERS, members)):
+            if not number.isdecimal():
+                raise UsageError(f"{name} is {number!r}; it must be a number")
         return cls(
             variables[PEER],
             variables[COORDINATOR_ADDRESS],
@@ -126,6 +144,7 @@ class RoleEnvironment:
             int(slot),
             variables.get(BIND, ""),
             ports_in(variables.get(PORTS, "")),
+            int(members),
         )
 
 
@@ -147,8 +166,10 @@ def net_settings(
     port: int = 0,
     ports: tuple[int, int] | None = None,
     identity: Identity | None = None,
+    members: int = 0,
 ) -> NetSettings:
-    """An endpoint's settings, with its time-outs from ``timeouts``. ``identity``: its keys, if connections are encrypted."""
+    """An endpoint's settings, with its time-outs from ``timeouts``. ``identity``: its keys, if connections are encrypted.
+    ``members``: how many processes the coordinator is in touch with."""
     return NetSettings(
         token=token,
         host=host,
@@ -157,6 +178,8 @@ def net_settings(
         greet_s=timeouts.join_s,
         lost_s=timeouts.lost_s,
         heartbeat_s=timeouts.ping_s,
+        heartbeats_s={COORDINATOR: timeouts.ping_for(members)},
+        probe_later_s=PROBE_LATER_S if members > FEW else None,
         flush_s=timeouts.flush_s,
         identity=identity,
         io_threads=1 if identity is None else ENCRYPTED_IO_THREADS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from zmqtrain.topology.timeouts import Timeouts
 
@@ -22,6 +22,14 @@ class Heard:
     def note(self, host: str, now: float) -> None:
         """The host's agent has joined or sent a message."""
         self._times[host] = now
+
+    def ask(self, now: float, heard_at: Callable[[str], float | None]) -> None:
+        """Find out about agents that have sent no message for a while whether they have shown that they are there. ``heard_at``:
+        when a host's agent was last heard, if it is known."""
+        for host in [host for host, heard in self._times.items() if now >= heard + self._timeouts.silent_s / 2]:
+            at = heard_at(host)
+            if at is not None:
+                self._times[host] = max(at, self._times[host])
 
     def restore(self, hosts: Iterable[str], now: float) -> None:
         """The agents of these hosts were there for the coordinator before this one, and get time to find it."""

@@ -59,7 +59,7 @@ from zmqtrain.wire.payload import Value
 
 #: The most processes that only observe.
 MOST_OBSERVERS = 64
-#: The most heartbeats a second, of all agents together.
+#: The most heartbeats a second, of all agents together. Between them agents of large runs only show that they are there.
 MOST_HEARTBEATS = 100
 #: The longest address and reason that are kept.
 LONGEST_TEXT = 1024
@@ -378,10 +378,14 @@ class Roster:
 
     @property
     def heartbeat_s(self) -> float:
-        """When an agent is to send its next heartbeat, in seconds: later where there are many hosts, but three of them before it
-        counts as silent."""
+        """When an agent is to send its next heartbeat, in seconds: later where there are many hosts, but two before a coordinator
+        that does not answer counts as lost."""
         usual = self._timeouts.heartbeat_s
-        return min(max(usual, len(self._members.agents) / MOST_HEARTBEATS), max(usual, self._timeouts.silent_s / 3))
+        return min(max(usual, len(self._members.agents) / MOST_HEARTBEATS), max(usual, self._timeouts.lost_s / 2))
+
+    def handle_shown(self, heard_at: Callable[[PeerId], float | None], now: float) -> None:
+        """Between heartbeats agents only show that they are there. ``heard_at``: when the newest message of an agent arrived."""
+        self._heard.ask(now, lambda host: heard_at(self._members.agents[host].member.peer))
 
     def handle_heartbeat(self, peer: PeerId, alive: Iterable[PeerId], now: float) -> list[Action]:
         """A heartbeat of an agent: its host is alive, and so are these roles."""

@@ -143,6 +143,15 @@ class Endpoint(Protocol):
         """What this process is waiting for from others, in words; shown if a simulated world comes to a standstill."""
         ...
 
+    def show(self, peer: PeerId) -> None:
+        """Let a peer know that this process is there, by the smallest of messages, to which it does not answer. It is not sent
+        again if it gets lost, and not at all if there is no connection."""
+        ...
+
+    def heard_at(self, peer: PeerId) -> float | None:
+        """When the newest message of a peer arrived, of whatever kind, on the loop's clock; ``None`` if there is no link to it."""
+        ...
+
     def traffic(self) -> dict[PeerId, tuple[int, int]]:
         """Bytes sent to each peer, and received from it, so far: the parts of ``bytes_sent`` and ``bytes_received``."""
         ...

@@ -1,11 +1,11 @@
-"""Flags in the header of a piece, which say how a link carries its bytes."""
+"""Marks in the header of a piece, which say how a link carries its bytes: flags, and the topics of the endpoint's own messages."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from zmqtrain.errors import WireError
-from zmqtrain.wire.message import PHANTOM, TENSOR, VALUE
+from zmqtrain.wire.message import PHANTOM, TENSOR, VALUE, Header
 
 #: The piece was sent beyond the window, because the peer waits for it.
 BEYOND: Final = 1
@@ -18,6 +18,12 @@ LASTING: Final = 8
 #: The kind of a piece that continues a message.
 CHUNK: Final = "chunk"
 
+#: Topics of requests and of what answers them.
+REQUEST: Final = "@request"
+ANSWER: Final = "@answer"
+ERROR: Final = "@error"
+_OWN: Final = frozenset({REQUEST, ANSWER, ERROR})
+
 _PIECES = frozenset({TENSOR, PHANTOM, VALUE, CHUNK})
 _ALL = BEYOND | FOLLOWS | SHARED | LASTING
 
@@ -27,3 +33,9 @@ def check_flags(kind: str, flags: int) -> None:
     alone = (flags & LASTING and not flags & SHARED) or (flags & FOLLOWS and kind != PHANTOM)
     if flags & ~_ALL or kind not in _PIECES or alone:
         raise WireError(f"a message of kind {kind!r:.60} has the invalid flags {flags}")
+
+
+def shows_by_itself(header: Header) -> bool:
+    """Whether a message on the control lane is a request or an answer: what follows it shows that it has arrived, and nobody waits
+    for an acknowledgement."""
+    return header.kind == VALUE and bool(header.tag) and header.tag[0] in _OWN

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.link import Link
@@ -15,7 +15,13 @@ class Flush:
 
     def __init__(self, links: Mapping[PeerId, Link]) -> None:
         self._links = links
+        self._waiting = 0
         self._moved: asyncio.Event | None = None  # shared by all waiters
+
+    @property
+    def waits(self) -> bool:
+        """Whether anybody waits until something has arrived."""
+        return self._waiting > 0
 
     @property
     def awaited(self) -> bool:
@@ -30,7 +36,7 @@ class Flush:
 
     async def all_arrived(self, limit_s: float) -> list[PeerId]:
         """Wait until the links are idle, at most ``limit_s`` seconds. Returns the peers of those that are not."""
-        with suppress(TimeoutError):
+        with suppress(TimeoutError), self._wait():
             async with asyncio.timeout(limit_s):
                 while self._where(lambda link: not link.idle):
                     await self._next_move()
@@ -40,13 +46,21 @@ class Flush:
         """Wait until nothing is on its way, or nothing has arrived anywhere for ``patience_s`` seconds. Returns the peers to which
         something is still on its way."""
         arrived = self._arrived()
-        with suppress(TimeoutError):
+        with suppress(TimeoutError), self._wait():
             async with asyncio.timeout(patience_s) as limit:
                 while self._where(lambda link: link.delivering):
                     await self._next_move()
                     if arrived != (arrived := self._arrived()):
                         limit.reschedule(asyncio.get_running_loop().time() + patience_s)
         return self._where(lambda link: link.delivering)
+
+    @contextmanager
+    def _wait(self) -> Iterator[None]:
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     async def _next_move(self) -> None:
         self._moved = self._moved or asyncio.Event()

@@ -41,13 +41,25 @@ _EMPTY: Final[deque[Any]] = deque(maxlen=0)
 class SendLane(Generic[Owner]):
     """Pieces that were passed to the transport, and those that must be sent again."""
 
-    __slots__ = ("_furthest", "cursor", "inflight_bytes", "next_sequence", "resent_bytes", "unacknowledged")
+    __slots__ = (
+        "_furthest",
+        "_hurried",
+        "cursor",
+        "hurried_from",
+        "inflight_bytes",
+        "next_sequence",
+        "resent_bytes",
+        "unacknowledged",
+    )
 
     def __init__(self) -> None:
         self.unacknowledged: deque[Parcel[Owner]] = _EMPTY
         self.cursor = 0
         """How many of these the transport has taken; it should take the others."""
         self._furthest = 0  # every piece below this number was passed on at least once
+        self._hurried = 0  # every piece below this number is acknowledged soon after it has arrived
+        self.hurried_from = 0
+        """The first piece of those that are to be acknowledged soon."""
         self.next_sequence = 0
         self.inflight_bytes = 0
         self.resent_bytes = 0
@@ -62,6 +74,22 @@ class SendLane(Generic[Owner]):
         """Every piece below this number was passed to the transport."""
         return self.arrived + self.cursor
 
+    @property
+    def hurried(self) -> bool:
+        """Whether the peer is to acknowledge something soon."""
+        return self.next_sequence - len(self.unacknowledged) < self._hurried
+
+    @property
+    def unhurried(self) -> bool:
+        """Whether there is something that the peer may acknowledge later."""
+        return bool(self.unacknowledged) and self._hurried < self.next_sequence
+
+    def hurry(self) -> None:
+        """The peer is to acknowledge everything up to here soon."""
+        if not self.hurried:
+            self.hurried_from = max(self._hurried, self.arrived)
+        self._hurried = self.next_sequence
+
     def add(
         self,
         frames: Sequence[bytes | memoryview],
@@ -70,8 +98,14 @@ class SendLane(Generic[Owner]):
         *,
         wire_bytes: int | None = None,
         header: Header | None = None,
+        hurried: bool = True,
     ) -> Parcel[Owner]:
+        """``hurried``: the peer will soon acknowledge it; otherwise with its next message."""
         parcel = Parcel(self.next_sequence, frames, nbytes, owner, nbytes if wire_bytes is None else wire_bytes, header)
+        if hurried:
+            if not self.hurried:
+                self.hurried_from = self.next_sequence
+            self._hurried = self.next_sequence + 1
         self.next_sequence += 1
         self.inflight_bytes += nbytes
         if self.unacknowledged is _EMPTY:

@@ -21,7 +21,7 @@ from zmqtrain.net.credit import Allowance, Window
 from zmqtrain.net.demand import UNWANT, WANT, Demand
 from zmqtrain.net.ending import Ending
 from zmqtrain.net.endpoint import PeerId
-from zmqtrain.net.flags import BEYOND, CHUNK, FOLLOWS, LASTING, SHARED, check_flags
+from zmqtrain.net.flags import BEYOND, CHUNK, FOLLOWS, LASTING, SHARED, check_flags, shows_by_itself
 from zmqtrain.net.greeting import Hello
 from zmqtrain.net.handshake import Handshake
 from zmqtrain.net.incoming import Buffer, Incoming
@@ -51,6 +51,7 @@ class Link:
     """This process's end of the link to one peer."""
 
     __slots__ = (
+        "_ack_later",
         "_arrived_bytes",
         "_busy_at",
         "_busy_s",
@@ -68,6 +69,7 @@ class Link:
         "allowances",
         "ending",
         "handshake",
+        "heard_at",
         "mailbox",
         "number",
         "outbox",
@@ -110,6 +112,9 @@ class Link:
         self.ack_due = False
         """Whether the peer should soon be told how far its pieces have arrived, or what it may send."""
         self.ack_urgent = False
+        self.heard_at = now
+        """When its newest message arrived."""
+        self._ack_later = False  # there is something to acknowledge, but it may wait for the next message
         self._shared = shared
         self._lent: dict[tuple[int, int], Block] = {}  # lane and sequence -> memory of the piece
         self._notices: list[tuple[int, Header]] = []
@@ -146,6 +151,8 @@ class Link:
         self._gone_at = None
         self.handshake.link_up(now)
         self._progress_at = [now - self.settings.probe_s, now - self.settings.probe_s]
+        for sending in self.sending:
+            sending.hurry()
         # The last grant of credit may have been lost with the previous connection, and a peer without credit cannot ask for it.
         self.ack_due = self.ack_urgent = self.state is State.OPEN
 
@@ -166,8 +173,8 @@ class Link:
         if self.state is State.OPEN and self.up and self.handshake.settled:  # the usual case, asked for with every message
             control, bulk = self._silent(CONTROL), self._silent(BULK)
             if control and bulk:
-                return min(self._progress_at) + self.settings.probe_s
-            return self._progress_at[CONTROL if control else BULK] + self.settings.probe_s if control or bulk else None
+                return min(self._probes_at(CONTROL), self._probes_at(BULK))
+            return self._probes_at(CONTROL if control else BULK) if control or bulk else None
         times = self.handshake.deadlines()
         if self.state is State.OPEN:
             if not self.up:
@@ -175,7 +182,7 @@ class Link:
                 if self._gone_at is not None and self.settings.gone_s is not None:
                     times.append(self._gone_at + self.settings.gone_s)
             else:
-                times.extend(self._progress_at[lane] + self.settings.probe_s for lane in LANES if self._silent(lane))
+                times.extend(self._probes_at(lane) for lane in LANES if self._silent(lane))
         return min(times, default=None)
 
     def tick(self, now: float) -> str | None:
@@ -192,14 +199,32 @@ class Link:
             return "unanswered"
         if self.state is State.OPEN and self.up:
             for lane in LANES:
-                if self._silent(lane) and now >= self._progress_at[lane] + settings.probe_s:
+                if self._silent(lane) and now >= self._probes_at(lane):
                     self._progress_at[lane] = now
-                    self._notice(lane, Header(PROBE, sequence=self.sending[lane].transmitted))
+                    self._probe(lane)
         return None
 
     def _silent(self, lane: int) -> bool:
         sending = self.sending[lane]
         return bool(sending.unacknowledged) and sending.peek() is None
+
+    def _probes_at(self, lane: int) -> float:
+        settings = self.settings
+        later_s = settings.probe_later_s
+        return self._progress_at[lane] + (settings.probe_s if later_s is None or self.sending[lane].hurried else later_s)
+
+    def _probe(self, lane: int) -> None:
+        self.sending[lane].hurry()
+        self._notice(lane, Header(PROBE, sequence=self.sending[lane].transmitted))
+
+    def hurry(self) -> None:
+        """Somebody waits until everything has arrived: ask how far that is which the peer would acknowledge later, and tell it what
+        would be told later."""
+        if self._ack_later:
+            self.ack_due = self.ack_urgent = True
+        sending = self.sending[CONTROL]
+        if self.state is State.OPEN and sending.unhurried and sending.peek() is None:
+            self._probe(CONTROL)
 
     # What is sent.
 
@@ -234,7 +259,9 @@ class Link:
             return None
         beyond = message.beyond
         lasting = message.lasting and self._shares and self._shared is not None and self._shared.holds(message.body)
-        header, body, size = self.outbox.cut(message, sending.next_sequence, whole=lasting)
+        small = message.exempt and lane == CONTROL and settings.probe_later_s is not None
+        acks = self._totals() if small and (self.ack_due or self._ack_later) else ()
+        header, body, size = self.outbox.cut(message, sending.next_sequence, whole=lasting, acks=acks)
         lent = None
         if body is not None and self._shared is not None and self._shares:
             lent = self._shared.lend(body)
@@ -243,7 +270,7 @@ class Link:
                 header, body = header._replace(flags=flags), memoryview(lent.descriptor)
                 if lent.block is not None:
                     self._lent[lane, sending.next_sequence] = lent.block
-        if self.ack_due and 0 < settings.ack_with_bytes >= max(size, sending.inflight_bytes):
+        if (self.ack_due or self._ack_later) and 0 < settings.ack_with_bytes >= max(size, sending.inflight_bytes):
             header = header._replace(acks=self._totals())
         encoded = encode_header(header, self.settings.limits, None if header.kind == CHUNK else message.label)
         cost = len(encoded) + size
@@ -251,13 +278,13 @@ class Link:
             allowance.spend(cost)
         wire_bytes = cost if lent is None else len(encoded) + len(lent.descriptor)
         frames = (encoded,) if body is None else (encoded, body)
-        return sending.add(frames, cost, message, wire_bytes=wire_bytes, header=header)
+        return sending.add(frames, cost, message, wire_bytes=wire_bytes, header=header, hurried=not small)
 
     def parcel_sent(self, lane: int, now: float) -> None:
         """The transport has taken the parcel."""
         sending = self.sending[lane]
         sending.advance()
-        if len(sending.unacknowledged) == 1:
+        if len(sending.unacknowledged) == 1 or (sending.hurried and sending.transmitted == sending.hurried_from + 1):
             self._progress_at[lane] = now
             if lane == BULK:
                 self._busy_at = now
@@ -270,6 +297,11 @@ class Link:
         self.ack_due = True
         self.ack_urgent = self.ack_urgent or control.due or bulk.due
         return True
+
+    def show(self) -> None:
+        """Let the peer know that this process is there, by a message that needs no answer."""
+        if self.state is State.OPEN and self.up:
+            self.ack_due = self.ack_urgent = True
 
     def take_notices(self) -> Sequence[tuple[int, Header]]:
         """Short unnumbered messages that are due, and their lanes."""
@@ -289,7 +321,7 @@ class Link:
 
     def _totals(self) -> tuple[int, int, int, int]:
         """What an acknowledgement tells. It is on its way from now on."""
-        self.ack_due = self.ack_urgent = False
+        self.ack_due = self.ack_urgent = self._ack_later = False
         self._unannounced_bytes = self._unannounced_pieces = 0
         (control, bulk), (small, large) = self.receiving, self.windows
         return control.expected, small.announce(), bulk.expected, large.announce()
@@ -319,6 +351,7 @@ class Link:
 
         Raises `WireError` for a message that a correct peer never sends.
         """
+        self.heard_at = now
         if self._gone_at is not None:
             self._gone_at = now
         flags = header.flags
@@ -339,7 +372,10 @@ class Link:
             elif verdict is Verdict.REPEATED:
                 self.ack_due = True
             return None
-        self.ack_due = True
+        if lane == CONTROL and self.settings.probe_later_s is not None and shows_by_itself(header):
+            self._ack_later = True
+        else:
+            self.ack_due = True
         self._unannounced_bytes += size + len(body)
         self._unannounced_pieces += 1
         if header.kind in (WANT, UNWANT):
@@ -352,7 +388,7 @@ class Link:
             or len(body) > self.settings.ack_with_bytes > 0
             or self.windows[lane].due
         ):
-            self.ack_urgent = True
+            self.ack_due = self.ack_urgent = True
         return None
 
     @property

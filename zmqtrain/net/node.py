@@ -166,6 +166,12 @@ class Node:
         self._requests.lose_calls(peer, ending.error)
         self._tell_lost(peer, ending)
 
+    def show(self, peer: PeerId) -> None:
+        self._board.show(peer)
+
+    def heard_at(self, peer: PeerId) -> float | None:
+        return self._board.heard_at(peer)
+
     def traffic(self) -> dict[PeerId, tuple[int, int]]:
         return self._board.traffic()
 

@@ -205,9 +205,11 @@ class Outbox:
                 return other
         return best
 
-    def cut(self, message: Outgoing, sequence: int, *, whole: bool = False) -> tuple[Header, memoryview | None, int]:
+    def cut(
+        self, message: Outgoing, sequence: int, *, whole: bool = False, acks: tuple[int, ...] = ()
+    ) -> tuple[Header, memoryview | None, int]:
         """Take the next piece of a message that `next` returned: its header, its bytes and its size. ``whole``: all that is
-        left."""
+        left. ``acks``: acknowledgements that go with its beginning."""
         header = message.header
         left = header.nbytes - message.offset
         size = left if whole else min(self.chunk_bytes, left)
@@ -221,7 +223,7 @@ class Outbox:
         if message.offset == 0 and kind != CHUNK:
             # Not by `_replace`, which takes as long as all the rest.
             tag, dtype, shape = header.tag, header.dtype, header.shape
-            piece = Header(kind, tag, sequence, message.number, dtype, shape, 0, header.nbytes, flags, meta=header.meta)
+            piece = Header(kind, tag, sequence, message.number, dtype, shape, 0, header.nbytes, flags, acks, header.meta)
         else:
             meta = size if header.kind == PHANTOM else None
             piece = Header(kind, (), sequence, message.number, "", (), message.offset, header.nbytes, flags, meta=meta)

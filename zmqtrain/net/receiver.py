@@ -35,7 +35,10 @@ class RouterReceiver:
         router: zmq.Socket[bytes],
         identity: Identity | None,
         refused: Callable[[Intrusion, str], None],
+        pause_s: float = 0.0,
     ) -> None:
+        """``pause_s``: what arrives within this time is taken together."""
+        self._pause_s = pause_s
         self._loop = loop
         self._lane = lane
         self._router = router
@@ -44,12 +47,27 @@ class RouterReceiver:
         self._monitor = DoorMonitor(loop, router, refused, encrypted=identity is not None)
         self._fd = int(router.getsockopt(zmq.FD))
         self._receiver: Receiver | None = None
-        self._more: asyncio.Handle | None = None
+        self._listens = False
+        self._more: asyncio.Handle | None = None  # the next turn that the descriptor does not cause
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._loop.add_reader(self._fd, self._drain)
+        self._listens = True
         self._more = self._loop.call_soon(self._drain)  # earlier messages do not trigger the descriptor again
+
+    def _pause(self, taken: int) -> None:
+        """There are no more messages. The descriptor announces the next one; but where some have just been taken, the next ones are
+        looked for after the pause."""
+        if not self._pause_s:
+            return
+        if taken and self._listens:
+            self._loop.remove_reader(self._fd)
+        elif not taken and not self._listens:
+            self._loop.add_reader(self._fd, self._drain)
+        self._listens = not taken
+        if taken:
+            self._more = self._loop.call_later(self._pause_s, self._drain)
 
     def _drain(self) -> None:
         """Take messages until there are none (the descriptor only announces the next one after that) or the budget is used up."""
@@ -62,10 +80,12 @@ class RouterReceiver:
             if receiver is None or router.closed:
                 return
             if number == 1 and not int(router.getsockopt(_EVENTS)) & _POLLIN:
+                self._pause(number)
                 return  # as after `Again`, which takes longer to raise; most often one message comes at a time
             try:
                 route = router.recv(_NOBLOCK) if self._identity is None else self._route_of_caller(self._identity)
             except zmq.Again:
+                self._pause(number)
                 return
             frames: list[bytes | memoryview] = []
             more = True  # something always follows the route

@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 import zmqtrain.errors
 from zmqtrain.errors import PeerTimeoutError, ProtocolError, ZmqTrainError
 from zmqtrain.net.endpoint import Handler, PeerId, Tag
+from zmqtrain.net.flags import ANSWER, ERROR, REQUEST
 from zmqtrain.net.incoming import Incoming
 from zmqtrain.net.mailbox import Mailbox
 from zmqtrain.waiting import abandoned, in_time
@@ -25,9 +26,6 @@ from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.value import ValuePayload
 from zmqtrain.world import random_bits
 
-REQUEST = "@request"
-ANSWER = "@answer"
-ERROR = "@error"
 #: After a handler's failure has been reported, others of the same method are only counted for so long: a peer that keeps sending
 #: arguments of a wrong type must not fill a log.
 REPORT_EVERY_S = 60.0

@@ -94,6 +94,12 @@ class ScopedEndpoint:
     def waits(self) -> list[str]:
         return self._endpoint.waits()
 
+    def show(self, peer: PeerId) -> None:
+        self._endpoint.show(peer)
+
+    def heard_at(self, peer: PeerId) -> float | None:
+        return self._endpoint.heard_at(peer)
+
     def traffic(self) -> dict[PeerId, tuple[int, int]]:
         return self._endpoint.traffic()
 

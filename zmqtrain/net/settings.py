@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from zmqtrain.arena.arena import Arena
+from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.shaping import Shaping
 from zmqtrain.wire.limits import DEFAULT_LIMITS, Limits
 
@@ -60,6 +62,9 @@ class NetSettings:
     process has ended. ``None``: after ``lost_s``, as if its host had vanished; another process may take its place."""
     probe_s: float = 1.0
     """If nothing was acknowledged for this time, the peer is asked how far it got."""
+    probe_later_s: float | None = None
+    """The same for requests and answers, if these are acknowledged by what follows: by an answer, or the next request. ``None``:
+    they are acknowledged as everything else."""
     ack_s: float = 0.001
     """An acknowledgement waits this long for further ones (large amounts are acknowledged sooner)."""
     ack_with_bytes: int = 0
@@ -67,6 +72,11 @@ class NetSettings:
     acknowledged at once. 0: acknowledgements travel alone."""
     heartbeat_s: float = 1.0
     """Interval of the transport's own heartbeats; its I/O thread sends them, so Python may be busy. Down after three unanswered."""
+    heartbeats_s: Mapping[PeerId, float] = field(default_factory=dict)
+    """Other intervals, for links to some peers."""
+    pause_s: float = 0.0
+    """How long small messages may wait here for others, with which they are taken: to be woken by each costs as much as to handle
+    it."""
     flush_s: float = 5.0
     """How long ``close`` waits for queued messages to be acknowledged."""
     farewell_s: float = 0.3
@@ -81,3 +91,7 @@ class NetSettings:
     """This process's keys, and its list of callers to admit; ``None``: connections are in plain text."""
     shaping: Shaping | None = field(default=None, repr=False)
     """A network to be as slow as; ``None``: as fast as possible."""
+
+    def heartbeat_to(self, peer: PeerId) -> float:
+        """The interval of heartbeats on links to this peer, in seconds."""
+        return self.heartbeats_s.get(peer, self.heartbeat_s)

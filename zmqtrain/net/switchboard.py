@@ -155,6 +155,18 @@ class Switchboard:
         if link is not None and link.owes_credit():
             self.touch(link)
 
+    def show(self, peer: PeerId) -> None:
+        """Let a peer know that this process is there, if there is a connection."""
+        link = self._links.get(peer)
+        if link is not None:
+            link.show()
+            self.touch(link)
+
+    def heard_at(self, peer: PeerId) -> float | None:
+        """When the newest message of a peer arrived; ``None`` if there is no link to it."""
+        link = self._links.get(peer)
+        return None if link is None or link.state is not State.OPEN else link.heard_at
+
     def traffic(self) -> dict[PeerId, tuple[int, int]]:
         """Bytes sent to each peer and received from it so far."""
         return {peer: (self._sent[peer], self._received[peer]) for peer in sorted({*self._sent, *self._received})}
@@ -186,6 +198,9 @@ class Switchboard:
 
     async def finish(self, patience_s: float) -> None:
         """Wait for what is on its way: see `zmqtrain.net.endpoint.Endpoint.finish`."""
+        for link in self._links.values():
+            link.hurry()
+            self.touch(link)
         late = await self._flushed.on_its_way_arrived(patience_s)
         if late:
             raise PeerTimeoutError(", ".join(late), f"what {self._peer} has sent to arrive there", patience_s)
@@ -194,6 +209,7 @@ class Switchboard:
     async def close(self, ending: Ending) -> None:
         """Flush the queues, send farewells, end all links, and close the transport."""
         for link in self._links.values():
+            link.hurry()
             self.touch(link)
         try:
             left = await self._flushed.all_arrived(self._settings.flush_s)
@@ -479,6 +495,8 @@ class Switchboard:
                 self._hello(link, opened=False)
             if link.state is State.OPEN:
                 self._pump(link, now)
+                if self._flushed.waits:
+                    link.hurry()
                 if not link.ack_due or link.ack_urgent:
                     self._send_notices(link)
                 else:

@@ -159,7 +159,7 @@ class ZeroMQTransport:
     def post(self, address: str, frames: Frames) -> None:
         try:
             self._check(address)
-            dealer = self._dealer(CONTROL, b"", address)
+            dealer = self._dealer(CONTROL, b"", address, self._heartbeat_ms())
         except (ValueError, zmq.ZMQError, HostLimitError):
             return  # a process that gives such an address gets no answer
         with contextlib.suppress(zmq.Again):
@@ -238,7 +238,8 @@ class ZeroMQTransport:
         # Callers waiting until the I/O thread has time for them: a large run's members come all at once, and so may strangers.
         router.setsockopt(zmq.BACKLOG, BACKLOG)
         self._bind(router, port)
-        self._receivers.append(RouterReceiver(self._loop, lane, router, self.identity, self._turned_away))
+        pause_s = self._settings.pause_s if lane == CONTROL else 0.0
+        self._receivers.append(RouterReceiver(self._loop, lane, router, self.identity, self._turned_away, pause_s))
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._endpoints.append(endpoint)
         close_in_children(endpoint)
@@ -261,12 +262,16 @@ class ZeroMQTransport:
                 raise OSError(error.errno, f"cannot listen on {host}:{port or 'any port'}: {error}") from error
 
     def _dealer(
-        self, lane: int, route: bytes, address: str, watch: Callable[[zmq.Socket[bytes]], CallMonitor] | None = None
+        self,
+        lane: int,
+        route: bytes,
+        address: str,
+        heartbeat_ms: int,
+        watch: Callable[[zmq.Socket[bytes]], CallMonitor] | None = None,
     ) -> zmq.Socket[bytes]:
         dealer = self._socket(zmq.DEALER)
         monitor: CallMonitor | None = None
         try:
-            heartbeat_ms = self._heartbeat_ms
             # A connection that is silently dead (a cable, a host that lost power) is noticed only by missing answers.
             dealer.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
             dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * heartbeat_ms)
@@ -312,9 +317,8 @@ class ZeroMQTransport:
             threads = (1 << half) - 1
             sock.setsockopt(zmq.AFFINITY, threads << half if sends else threads)
 
-    @property
-    def _heartbeat_ms(self) -> int:
-        return max(1, int(self._settings.heartbeat_s * self._ms))
+    def _heartbeat_ms(self, peer: PeerId = "") -> int:
+        return max(1, int(self._settings.heartbeat_to(peer) * self._ms))
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         """A socket with the options that both kinds share. Raises `HostLimitError`."""
@@ -327,7 +331,7 @@ class ZeroMQTransport:
         sock.setsockopt(zmq.LINGER, 0)  # what must arrive was acknowledged before a socket is closed; farewells set another value
         sock.setsockopt(zmq.IPV6, 1)  # both IP versions: a host's name may mean either
         # A caller that connects and does not speak ZMTP (a port scanner) is dropped after this time.
-        sock.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._ms), 3 * self._heartbeat_ms))
+        sock.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._ms), 3 * self._heartbeat_ms()))
         # TCP buffers (SNDBUF, RCVBUF) are left to the kernel, whose autotuning fits them to the path; fixed ones would limit it.
         return sock
 
@@ -399,7 +403,7 @@ class _Wire:
         # A lane that is being opened for the first time does not make the link count as down.
         self._up.setdefault(lane, lane == BULK)
         try:
-            self._dealers[lane] = transport._dealer(lane, self._route, self._address, watch)
+            self._dealers[lane] = transport._dealer(lane, self._route, self._address, transport._heartbeat_ms(self._peer), watch)
         except HostLimitError:
             self._monitors.pop(lane, None)  # which was closed before its socket was
             # Soon, not now: the peer may be known only once this has returned.

@@ -25,7 +25,7 @@ Speeds: TypeAlias = Callable[[], dict[str, tuple[int, float]]]
 #: Seconds between batches: long enough to cost little, short enough for a live table.
 INTERVAL_S = 0.25
 #: The most posts of all roles in a second: each takes the launcher about a tenth of a millisecond.
-MOST_POSTS = 200
+MOST_POSTS = 100
 #: Seconds between events about the speed of links, and the most links of one.
 LINKS_S, MOST_LINKS = 2.0, 16
 #: The most events that may wait to be posted. Beyond it spans, which only serve display, are dropped and counted.

@@ -24,7 +24,7 @@ from zmqtrain.membership.agent_link import LEAVES
 from zmqtrain.membership.common_stop import tell_again
 from zmqtrain.membership.coordinator import Coordinator, EventCallback, ReportCallback
 from zmqtrain.membership.description import RunDescription, serve_description
-from zmqtrain.membership.environment import net_settings
+from zmqtrain.membership.environment import FEW, net_settings
 from zmqtrain.membership.journal import Journal
 from zmqtrain.net.curve import Identity
 from zmqtrain.run.draining import check_drain, drain
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from zmqtrain.net.settings import NetSettings
     from zmqtrain.topology.schema import Topology
     from zmqtrain.wire.payload import Value
+
+#: Each member beyond the first ones lets the coordinator wait a little longer for further messages before it takes those that have
+#: arrived, up to a time that nobody notices where hundreds wait for each other.
+PAUSE_EACH_S, MOST_PAUSE_S = 5e-5, 0.02
 
 
 def _ignore(_text: str) -> None:
@@ -210,7 +214,7 @@ def without_checkpoints(description: RunDescription) -> RunDescription:
 def coordinator_settings(
     topology: Topology, token: str, *, encrypted: bool, host: str = "127.0.0.1", port: int | None = None
 ) -> NetSettings:
-    """The settings of the coordinator's endpoint.
+    """The settings of the coordinator's endpoint. With many members it has something to do all the time, and does it in portions.
 
     Args:
         topology: gives the time-outs and the ports.
@@ -222,6 +226,7 @@ def coordinator_settings(
     job = topology.job
     identity = Identity.coordinator(token) if encrypted else None
     at = job.port if port is None else port
-    settings = net_settings(job.timeouts, token, host=host, port=at, ports=job.port_range, identity=identity)
-    placement = place(topology)
-    return replace(settings, peers=len(placement.hosts) + len(placement.roles))
+    members = place(topology).members
+    settings = net_settings(job.timeouts, token, host=host, port=at, ports=job.port_range, identity=identity, members=members)
+    pause_s = min(max(0, members - FEW) * PAUSE_EACH_S, MOST_PAUSE_S)
+    return replace(settings, peers=members, heartbeat_s=job.timeouts.ping_for(members), pause_s=pause_s)

@@ -50,7 +50,8 @@ class Plan:
 
     def environment(self, peer: PeerId) -> RoleEnvironment:
         """How a process finds the run."""
-        return RoleEnvironment(peer, self.coordinator, self.token, timeout_s=self.description.topology.job.timeout_s)
+        timeout_s, members = self.description.topology.job.timeout_s, self.description.placement.members
+        return RoleEnvironment(peer, self.coordinator, self.token, timeout_s=timeout_s, members=members)
 
 
 def spawn(cluster: Cluster, peer: PeerId, host: str) -> Process:
@@ -138,7 +139,7 @@ class SimulatedHost:
         """The agent's life: join, act as the host's agent, and end all its roles."""
         plan, environment = self._plan, self._plan.environment(f"agent/{self._name}")
         endpoint = plan.cluster.network.endpoint(
-            environment.peer, self._name, net_settings(environment.timeouts, environment.token)
+            environment.peer, self._name, net_settings(environment.timeouts, environment.token, members=environment.members)
         )
         plan.cluster.processes[endpoint.peer].waits = endpoint.waits
         try:
@@ -179,7 +180,8 @@ def be_host(plan: Plan, name: str) -> asyncio.Task[None]:
 async def be_role(plan: Plan, role: RolePlacement, environment: RoleEnvironment, process: Process) -> None:
     """Run a role in its own process."""
     timeouts = environment.timeouts
-    endpoint = plan.cluster.network.endpoint(role.peer, role.host, net_settings(timeouts, environment.token))
+    settings = net_settings(timeouts, environment.token, members=environment.members)
+    endpoint = plan.cluster.network.endpoint(role.peer, role.host, settings)
     process.waits = endpoint.waits
     memory = plan.cluster.memory(role.host)
     slot = [other.peer for other in plan.description.placement.of_host(role.host)].index(role.peer)

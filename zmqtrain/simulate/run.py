@@ -260,7 +260,9 @@ class Simulation:
         injecting: list[asyncio.Task[None]] = []
 
         def begin(number: int, journal: Records | None) -> tuple[Assembly, Callable[[], Awaitable[None]]]:
-            settings = net_settings(self._timeouts, "")
+            members = self._placement.members
+            settings = net_settings(self._timeouts, "", members=members)
+            settings = replace(settings, heartbeat_s=self._timeouts.ping_for(members))
             if journal is not None:
                 settings = replace(settings, epoch=number)
             endpoint = cluster.network.endpoint(COORDINATOR, topology.hosts[0].name, settings)

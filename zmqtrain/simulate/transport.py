@@ -30,7 +30,7 @@ class SimulatedTransport:
         self.context = contextvars.copy_context()
         """The process in which messages are delivered."""
         self._network = network
-        self._patience_s = HEARTBEATS * settings.heartbeat_s
+        self._settings = settings
         self._farewell_s = settings.farewell_s
         self._connections: dict[PeerId, Connection] = {}
         self._ending: dict[Connection, None] = {}  # no longer in use, but not everything has been sent
@@ -168,7 +168,8 @@ class SimulatedTransport:
                 connection.stalled = True
                 for channel in connection.channels:
                     channel.hold()
-                connection.watch = self._loop.call_later(self._patience_s, self.cut, connection.destination, context=NO_PROCESS)
+                patience_s = HEARTBEATS * self._settings.heartbeat_to(connection.destination)
+                connection.watch = self._loop.call_later(patience_s, self.cut, connection.destination, context=NO_PROCESS)
 
     def _to(self, destination: PeerId) -> list[tuple[PeerId, Connection]]:
         """The connections to a destination: nearly always one, under the peer's own name."""

@@ -89,6 +89,11 @@ class Placement:
         return self.roles[: self.world_size]
 
     @property
+    def members(self) -> int:
+        """How many processes join: the roles, and an agent on each host."""
+        return len(self.hosts) + len(self.roles)
+
+    @property
     def everyone(self) -> tuple[RolePlacement, ...]:
         """All workers that there may ever be, by rank: also those that may come later."""
         return (*self.workers, *self.spare_workers)

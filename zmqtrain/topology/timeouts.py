@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+#: The most pings a second from the coordinator to all members together, and as many from these.
+MOST_PINGS = 100
+
 
 @dataclass(frozen=True, slots=True)
 class TimeoutRow:
@@ -20,7 +23,8 @@ class TimeoutRow:
 
 _PURPOSES = {
     "heartbeat_s": "an agent tells the coordinator that its host and roles are alive (of over 100 hosts, less often)",
-    "ping_s": "connected processes ask each other for a sign of life; after three without an answer their link is down",
+    "ping_s": "connected processes ask each other for a sign of life; after three without an answer their link is down "
+    "(with the coordinator of over 200 processes, less often)",
     "flush_s": "an endpoint that closes sends the messages that are still queued",
     "silent_s": "a host's agent says nothing; after this time the host counts as lost",
     "grace_s": "roles that were told to stop end by themselves; after this time they are killed",
@@ -63,6 +67,11 @@ class Timeouts:
             join_s=timeout_s * 2,
             barrier_s=timeout_s * 10,
         )
+
+    def ping_for(self, members: int) -> float:
+        """The interval of pings between the coordinator and each of so many members: longer in a large run, but a link is known to
+        be down within `lost_s`. (That a whole host has vanished shows by its agent's silence.)"""
+        return max(self.ping_s, min(members / MOST_PINGS, self.lost_s / 3))
 
     def rows(self) -> list[TimeoutRow]:
         """The table that ``zmqtrain check`` prints."""
