@@ -46,11 +46,11 @@ class PacedTransport:
         alarm: MakeAlarm = LoopAlarm,
         hold_bytes: int,
         farewell_s: float,
-        silent_s: float = 3.0,
+        silent_s: Callable[[PeerId], float] = lambda _: 3.0,
         on_closed: Callable[[], None] | None = None,
     ) -> None:
-        """``nics``: the network's NICs, to be entered for each reservation. ``silent_s``: a connection breaks if its link has been
-        cut for so long.
+        """``nics``: the network's NICs, to be entered for each reservation. ``silent_s``: a connection to a peer breaks if its
+        link has been cut for so long.
 
         ``hold_bytes``: the most bytes for one peer that may wait here. It equals what a link has in flight, since a transport
         without pacing takes that at once, too, and a more urgent message must have to wait for the same amount.
@@ -179,7 +179,7 @@ class PacedTransport:
                 if peer in self._severed:
                     self._severed.discard(peer)
                     self._below.connect(peer, *self._places[peer])
-            elif now - self._silent.setdefault(peer, now) >= self._silent_s and peer not in self._severed:
+            elif now - self._silent.setdefault(peer, now) >= self._silent_s(peer) and peer not in self._severed:
                 self._sever(peer)
         self._at(now + LOOK_S, self._look)
 
@@ -230,7 +230,7 @@ def open_paced(below: Transport, shaping: Shaping, settings: NetSettings) -> Pac
         alarm=real_alarm,
         hold_bytes=settings.inflight_bytes,
         farewell_s=settings.farewell_s,
-        silent_s=3 * settings.heartbeat_s,
+        silent_s=lambda peer: 3 * settings.heartbeat_to(peer),
         on_closed=None if nics is None else nics.close,
     )
 
