@@ -70,10 +70,12 @@ class PartWriter:
         self._folder, self._name, self._left = folder, name, list(listed)
         header = _header(listed)
         self._tensors = _File(folder / f"{name}.safetensors")
-        self._tensors.write(header)
-        values = _File(folder / f"{name}.msgpack")
-        values.write(msgpack.packb(dict(sidecar)))
-        self._files = {f"{name}.msgpack": values.close()}
+        try:
+            self._tensors.write(header)
+            self._files = {f"{name}.msgpack": _write(folder / f"{name}.msgpack", msgpack.packb(dict(sidecar)))}
+        except BaseException:
+            self._tensors.abandon()
+            raise
 
     @property
     def complete(self) -> bool:
@@ -97,9 +99,15 @@ class PartWriter:
         assert self.complete
         return {**self._files, f"{self._name}.safetensors": self._tensors.close()}
 
+    def leave(self) -> None:
+        """Abandon the part that is being written; its files stay, for another process that begins it anew."""
+        self._tensors.abandon()
+
     def discard(self) -> None:
         """Abandon the part that is being written, and remove its files."""
         self._tensors.abandon()
+        for kind in ("safetensors", "msgpack"):
+            (self._folder / f"{self._name}.{kind}").unlink(missing_ok=True)
 
 
 class CheckpointWriter:
@@ -125,10 +133,8 @@ class CheckpointWriter:
     def commit(self, workers: Collection[int] | None = None) -> Path:
         """Give the folder its final name: the checkpoint exists from now on. ``workers``: the ranks whose parts it has, if not all.
         Returns the folder."""
-        meta = _File(self._partial / META)
         there = None if workers is None or set(workers) == set(range(self._shape.world_size)) else frozenset(workers)
-        meta.write(Meta(self._step, self._shape, self._files, there).packed())
-        meta.close()
+        _write(self._partial / META, Meta(self._step, self._shape, self._files, there).packed())
         sync_folder(self._partial)
         before = self._partial.with_suffix(".old")
         if self._final.exists():  # the run was resumed from an earlier step and has reached this one again
@@ -397,6 +403,16 @@ class _File:
     def abandon(self) -> None:
         with suppress(OSError):  # on a full disk, closing may fail again
             self._file.close()
+
+
+def _write(path: Path, data: bytes) -> tuple[int, int]:
+    """Write a whole file. Returns its size and its CRC."""
+    file = _File(path)
+    try:
+        file.write(data)
+        return file.close()
+    finally:
+        file.abandon()
 
 
 def can_hold(dtype: str) -> bool:

@@ -124,6 +124,9 @@ class IncomingCheckpoint:
 
     def commit(self, nothing: Mapping[str, Mapping[str, Any]], there: Callable[[int], bool]) -> Path:
         """Called when nothing is `missing`: write the empty parts, and commit the checkpoint. Returns its folder."""
+        for _, part in self._parts.values():  # of workers that were lost while they sent it
+            part.discard()
+        self._parts.clear()
         for name, sidecar in nothing.items():
             if name not in self._written:
                 self._writer.add(self._writer.part(name, [], {**sidecar, "step": self.step}).close())
@@ -132,7 +135,7 @@ class IncomingCheckpoint:
     def leave(self) -> None:
         """Leave what is on disk to another process."""
         for _, part in self._parts.values():
-            part.discard()
+            part.leave()
 
     def discard(self) -> None:
         self.leave()
