@@ -69,6 +69,10 @@ def recipe(optimizer: str) -> Recipe:
     return Recipe(model=model, train_data=data_of(SAMPLES), eval_data=None, optimizer=(OPTIMIZERS | OTHERS)[optimizer])
 
 
+def replaced(given: Recipe, **fields: Any) -> Recipe:
+    return Recipe(**{**given.fields, **fields})
+
+
 async def parts(
     name: str, first: str, second: str, folder: Path, *, state: str = "kept", elastic: bool = False
 ) -> tuple[Run, dict[str, Tensor]]:
@@ -135,6 +139,23 @@ async def test_so_is_one_that_lacks_what_the_second_run_needs(
     found, _ = await parts(name, first, second, tmp_path)
     said = rf"the checkpoint lacks {lacks} of .*or with settings that do not need it"
     assert any(re.search(said, str(each)) for each in found.errors.values())
+
+
+@pytest.mark.parametrize("frozen", [0, 2, 4])
+@pytest.mark.parametrize("kept", [False, True])
+async def test_servers_had_nothing_of_layers_that_were_frozen(frozen: int, kept: bool, tmp_path: Path) -> None:
+    def partly() -> nn.Module:
+        built = model()
+        built[frozen].requires_grad_(requires_grad=False)  # type: ignore[index]
+        return built
+
+    first = await run(topology(SHAPES["servers"][0], BEFORE), replaced(recipe("sgd"), model=partly), folder=tmp_path)
+    assert not first.errors, first.errors
+    job = {"weights": str(tmp_path), "optimizer_state": "kept"} if kept else {}
+    second = topology(SHAPES["servers"][0], AFTER, **job)
+    found = await run(second, recipe("sgd"), resume=None if kept else tmp_path)
+    said = rf"servers had nothing of {frozen}\.(weight|bias): it was frozen there.* optimizer_state = \"new\""
+    assert any(re.search(said, str(each)) for each in found.errors.values()), found.errors
 
 
 async def test_what_has_no_such_state_is_refused(tmp_path: Path) -> None:

@@ -160,7 +160,14 @@ def _put(wholes: Wholes, was: Layout, bucket: int, row: int, start: int, stop: i
 
 def _piece(wholes: Wholes, now: Layout, bucket: int, row: int, start: int, stop: int) -> tuple[dict[str, Tensor], int]:
     """A new piece's tensors and its version."""
+    names = [name for name, _ in wholes.spans(now, bucket, row, start, stop)]
     taken = {kind: wholes.take(now, bucket, row, start, stop, kind) for kind in wholes.kinds}
+    lacking = [name for name, values in zip(names, taken.get("values", [None] * len(names)), strict=True) if values is None]
+    if lacking:
+        raise CheckpointError(
+            f"in the run that wrote the checkpoint, model servers had nothing of {lacking[0]}: it was frozen there, or was not in "
+            'the model. Begin with its model alone ([job] weights names its folder, optimizer_state = "new", without --resume)'
+        )
     versions = [int(version) for version in taken.pop("version") if version is not None]
     tensors: dict[str, Tensor] = {}
     for kind in ("values", "ahead"):
