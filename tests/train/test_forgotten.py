@@ -73,6 +73,21 @@ def test_many_are_counted() -> None:
     assert "'0._calls', '1._calls', '2._calls' and 2 more" in text
 
 
+class Own(torch.optim.AdamW):
+    """A class of a task's own, of which it is not known what it keeps."""
+
+
+def test_what_a_schedule_sets_is_set_again() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Own(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=5)
+    watched = Forgotten(model, optimizer)
+    optimizer.step()
+    schedule.step()
+    assert watched.warnings(scheduled=True) == []
+    assert "'betas'" in watched.warnings(scheduled=False)[0]
+
+
 class Counted(nn.Sequential):
     """The model that the other tests train, with a number of its own."""
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from zmqtrain.exchange.optimizer import is_torchs_own
 
 #: What schedules set.
-_SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "weight_decay"})
+_SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "betas", "weight_decay"})
 #: Attributes of every optimizer, and of every module.
 _OPTIMIZERS = frozenset({"defaults", "param_groups", "state"})
 _MODULES = frozenset(vars(nn.Module()))
