@@ -130,3 +130,17 @@ def test_with_servers_a_resumed_run_trains_what_was_left(staleness: str, lost: i
     assert again.result.ending.status == "done", again.result.ending.error
     assert all(again.steps[f"worker/{rank}"] == list(range(STEPS, STEPS + 10)) for rank in range(4))
     assert again.newest.part("worker-0")[1]["data"]["first"] == data[0]["first"] + 4 * 10 - len(data[0]["left"])
+
+
+def test_servers_that_begin_with_kept_optimizers_go_on_counting(tmp_path: Path) -> None:
+    servers = {"kind": "model_server", "staleness": "sync"}
+    run = Kept(tmp_path / "run", exchange=servers)
+    job = {"weights": str(run.folder), "optimizer_state": "kept"}
+    again = Kept(tmp_path / "again", exchange=servers, **job)
+    assert (again.result.ending.status, again.result.broken) == ("done", [])
+
+
+def test_a_run_that_has_already_done_more_steps_lacks_none(tmp_path: Path) -> None:
+    run = Kept(tmp_path / "run")
+    again = Kept(tmp_path / "again", resume=run.newest.folder, steps=STEPS - 5)
+    assert (again.result.ending.status, again.result.broken, again.steps) == ("done", [], {})

@@ -217,7 +217,8 @@ class Auditor:
 
     def _hear_applied(self, server: PeerId, values: Mapping[str, Any]) -> None:
         piece, version = int(values["piece"]), int(values["version"])
-        known = self._versions.get((server, piece), version - 1 if self._first else 0)
+        goes_on = self._first or self._topology.job.optimizer_state == "kept"  # servers go on counting
+        known = self._versions.get((server, piece), version - 1 if goes_on else 0)
         if version != known + 1:
             self.note(f"{server} went from version {known} of piece {piece} to version {version}")
         self._versions[server, piece] = version
@@ -376,7 +377,7 @@ class Auditor:
                 # A team that has lost one gives up its step, and begins again where all know.
                 hit = {self._placement.role(peer).group for peer in self._lost if peer.startswith("worker/")}
                 stayed = {peer for peer in stayed if self._placement.role(peer).group not in hit}
-            missing = (until - self._first) * len(stayed)
+            missing = max(0, until - self._first) * len(stayed)
             missing -= sum(peer in stayed and step < until for peer, step in self._steps)
             if missing:
                 self.note(f"{missing} steps of workers are missing")
