@@ -151,6 +151,9 @@ def test_a_run_that_a_sink_refuses_leaves_nothing(folder: Path) -> None:
 
 
 async def test_a_run_is_followed_to_its_model(folder: Path) -> None:
+    """Files beside the task that are named like modules of Python's and others break no process of the run."""
+    for name in ("argparse", "json", "random", "select", "zmqtrain"):
+        (folder / f"{name}.py").write_text("raise ImportError('this is another module')\n")
     async with zmqtrain.launch("own_task.py:task", steps=6, batch_size=16, threads=1, device="cpu") as run:
         with pytest.raises(CheckpointError, match="no model"):
             run.model()

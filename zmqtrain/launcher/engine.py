@@ -19,8 +19,9 @@ from zmqtrain.topology.timeouts import Timeouts
 from zmqtrain.wire.payload import Value
 
 GROUP = "zmqtrain.engines"
-#: The words of the command that starts an agent, after Python's own.
-AGENT = ("-m", "zmqtrain", "agent")
+#: The words of the command that starts an agent, after Python's own. ``-P``, as for all processes that the runtime starts: a file
+#: in the current folder that is named like a module of Python's (``select.py``) must not take its place.
+AGENT = ("-P", "-m", "zmqtrain", "agent")
 #: The exit code of an agent of which only the end is known.
 UNKNOWN_EXIT = 255
 

@@ -102,7 +102,7 @@ class ForkServer:
         self._socket, self._ready = ours, loop.create_future()
         environ = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with theirs:
-            command = (sys.executable, "-m", "zmqtrain.launcher.forkserver", str(theirs.fileno()), self._entry, str(os.getpid()))
+            command = (sys.executable, "-P", "-m", __name__, str(theirs.fileno()), self._entry, str(os.getpid()))
             self._process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=(theirs.fileno(),), env=environ, stdin=asyncio.subprocess.DEVNULL
             )
@@ -365,13 +365,13 @@ def _become(environ: Mapping[str, str], output: int, report: int, entry: Callabl
 
 def import_entry(entry: str) -> Callable[[int], int]:
     """Import the function, and with its module everything that children need, into memory that they share."""
-    # The current folder stays importable in children (tasks are there), but must not shadow modules of this process.
-    here = str(Path.cwd())
-    if sys.path[0] != here:
-        sys.path.insert(0, here)
     gc.disable()  # imports produce no garbage
     module, _, name = entry.partition(":")
     function: Callable[[int], int] = getattr(__import__(module, fromlist=[name]), name)
+    # The current folder is importable in children (tasks are there), but must not shadow modules of this process.
+    here = str(Path.cwd())
+    if sys.path[0] != here:
+        sys.path.insert(0, here)
     # All objects that exist now stay for good. Collections in the children would only copy their pages.
     gc.freeze()
     gc.enable()

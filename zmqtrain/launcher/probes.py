@@ -107,7 +107,7 @@ class Probes:
 
     async def start(self) -> None:
         """Start a probe on each host, and make them known to each other."""
-        await self._fleet.start((sys.executable, "-m", "zmqtrain.launcher.link_probe"), "probe")
+        await self._fleet.start((sys.executable, "-P", "-m", "zmqtrain.launcher.link_probe"), "probe")
         addresses = await self._all_here()
         for peer, address in addresses.items():
             self._endpoint.add_peer(peer, address)

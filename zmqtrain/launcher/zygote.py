@@ -71,7 +71,7 @@ class Zygote:
             return self
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = (sys.executable, "-m", "zmqtrain.launcher.zygote", str(theirs.fileno()), self._entry, str(os.getpid()))
+            command = (sys.executable, "-P", "-m", __name__, str(theirs.fileno()), self._entry, str(os.getpid()))
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
             self._process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=(theirs.fileno(),), env=environ, stdin=asyncio.subprocess.DEVNULL

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from zmqtrain.errors import HostLostError, UsageError
-from zmqtrain.launcher.engine import EngineRun, Gathered, Gathering, Handle
+from zmqtrain.launcher.engine import AGENT, EngineRun, Gathered, Gathering, Handle
 from zmqtrain.launcher.environment.place import DEFAULT_PORT, NAME, NODE_RANK, NODES, NodePlace, read_place
 from zmqtrain.launcher.environment.register import Register
 from zmqtrain.launcher.environment.rendezvous import Rendezvous
@@ -145,7 +145,7 @@ class EnvironmentEngine:
         variables = {COORDINATOR_ADDRESS: f"127.0.0.1:{port}", TOKEN: token, PEER: ""}
         if place.names:
             variables[NAME] = place.names[0]
-        command = (sys.executable, "-m", "zmqtrain", "agent")
+        command = (sys.executable, *AGENT)
         return await LocalEngine().start(Host(name="first"), command, {**self._environ, **variables})
 
     def _waits_for(self, register: Register, port: int) -> str:

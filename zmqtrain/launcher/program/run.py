@@ -118,7 +118,7 @@ def launch(
     report, theirs = os.pipe()
     try:
         process = subprocess.Popen(
-            (sys.executable, "-m", "zmqtrain.cli.program"),
+            (sys.executable, "-P", "-m", "zmqtrain.cli.program"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
