@@ -387,6 +387,10 @@ EVENTS: Mapping[str, tuple[str, str]] = {
         "Elastic all-reduce: the sums of this step are of these members, and not over the usual number of samples",
         "`members`, `samples`",
     ),
+    "left_out": (
+        "Elastic gossip or averaging: in the exchange of this step somebody has got nothing of these members, which were lost",
+        "`workers`",
+    ),
     "view": ("From this step on these members train", "`version`, `members`, `reason`"),
     "momentum": (
         "A worker at the start: what momentum the run has. A server: what its parameters have shown",

@@ -3,7 +3,8 @@
 A sample *counts* if its gradient is part of the model. Where all workers stay, what they have trained counts. If workers may be
 lost, what they report says too little: a report may be lost with its sender, or be about a step that was given up. Then it is
 counted where it is decided. Model servers say how many batches count for all of the model. With all-reduce the sums of a step are
-over the usual number of samples, unless workers say otherwise. Else the members of a step are those of the newest view about it.
+over the usual number of samples, unless workers say otherwise. With gossip and averaging what a group trains counts as long as
+somebody of it is there; of a group that is lost it counts up to the last exchange in which others have got it.
 
 If a run begins again from a checkpoint, what that holds counts once, and what was trained after it does not.
 """
@@ -38,6 +39,8 @@ class SampleAccount:
         self._counted: dict[int, int] = {}  # step of an exchange -> the number of samples that count in it, if it is not the usual
         self._served: dict[str, tuple[int, int]] = {}  # server -> the fewest and the most batches in one of its pieces
         self._shards: set[int] = set()  # those of which a server has said so
+        self._left_out: dict[int, set[str]] = {}  # step of an exchange -> the members of whom somebody got nothing in it
+        self._late: dict[str, set[int]] = {}  # worker -> the first steps of its lives
 
     def add(self, peer: str, event: Mapping[str, Any]) -> None:
         """Take one event, as in ``events.jsonl``."""
@@ -51,10 +54,13 @@ class SampleAccount:
             self._steps = max(self._steps, 1 + event["step"])
         elif kind == "start":
             self._begin(event["step"] or 0, values)
+            self._late.setdefault(peer, set()).add(event["step"] or 0)
         elif kind == "view" and values.get("version") is not None:
             self._views[int(values["version"])] = int(event["step"]), tuple(values["members"])
         elif kind == "counted":
             self._counted[int(event["step"])] = int(values["samples"])
+        elif kind == "left_out":
+            self._left_out.setdefault(int(event["step"]), set()).update(values["workers"])
         elif kind == "server":
             self._shards.update(values.get("shards") or ())
             if values.get("batches") is not None:
@@ -122,7 +128,7 @@ class SampleAccount:
             added_up = min(until % topology.exchange.every_steps(groups), until - self._first)
             counted -= max(0, added_up) * groups * batch
         elif topology.elastic:
-            counted = batch * sum(self._groups(step, topology) for step in range(self._first, until))
+            counted = batch * sum(self._counted_steps(group, topology, until) for group in range(groups))
         due, counted = due + self._earlier, counted + self._earlier
         lost, repeated = max(0, due - counted), max(0, counted - due)
         why = self._why(topology, lost, whole=whole, done=done) if lost else None
@@ -139,10 +145,45 @@ class SampleAccount:
         there = self._there(step)
         return workers if there is None else len(there)
 
-    def _groups(self, step: int, topology: Topology) -> int:
-        """How many groups train a step, each a batch of its own, whoever of it is there."""
-        there, size = self._there(step), topology.compute.group_size
-        return topology.compute.groups if there is None else len({int(peer.rpartition("/")[2]) // size for peer in there})
+    def _counted_steps(self, group: int, topology: Topology, until: int) -> int:
+        """How many steps of a group count with gossip and averaging, where nobody else trains its batches."""
+        assert self._first is not None
+        size, exchange = topology.compute.group_size, topology.exchange
+        workers = {f"worker/{rank}" for rank in range(group * size, (group + 1) * size)}
+        gossips = exchange.kind == "gossip"
+        every, fragments = (1, 1) if gossips else (exchange.every_steps(topology.compute.groups), exchange.averaging.fragments)
+        changes = self._changes(workers)
+        # A worker that comes in another's place begins with a copy of somebody else, unless others of its group are there.
+        anew = {step for worker in workers for step in self._late.get(worker, ())} if size == 1 else set()
+        marks = sorted({self._first, *(step for step, _ in changes), *anew, until})
+        counted, begun = 0, None
+        for mark in (mark for mark in marks if self._first <= mark <= until):
+            there = self._is_there(changes, mark)
+            if begun is not None and (not there or (mark in anew and mark > begun)):
+                ends = [mark - 1 - (mark + number * every // fragments) % every for number in range(fragments)]
+                for number in range(fragments):
+                    while ends[number] >= begun and not self._had_part(workers, ends[number]):
+                        ends[number] -= every
+                counted, begun = counted + max(0, min(ends) + 1 - begun), None
+            if there and begun is None:
+                begun = mark
+        return counted if begun is None else counted + until - begun
+
+    def _changes(self, workers: set[str]) -> list[tuple[int, bool]]:
+        """From which steps on somebody of these is a member, and from which nobody."""
+        changes: list[tuple[int, bool]] = []
+        for _, (since, members) in sorted(self._views.items()):
+            changes = [*(change for change in changes if change[0] < since), (since, not workers.isdisjoint(members))]
+        return changes
+
+    @staticmethod
+    def _is_there(changes: Sequence[tuple[int, bool]], step: int) -> bool:
+        return next((there for since, there in reversed(changes) if since <= step), True)
+
+    def _had_part(self, workers: set[str], step: int) -> bool:
+        """Whether others have got the model of these in the exchange of a step."""
+        there = self._there(step)
+        return bool((workers if there is None else workers.intersection(there)) - self._left_out.get(step, set()))
 
     def _there(self, step: int) -> tuple[str, ...] | None:
         """The workers that train a step; ``None``: those with which the run began."""

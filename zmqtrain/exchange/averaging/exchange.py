@@ -369,6 +369,8 @@ class AveragingExchange(Serverless):
 
         group = await self._members.together(f"average/{step}", step + 1, attempt)
         self._recorder.audit("counted", step=step, members=list(group.members))
+        if left_out := [peer for peer in self._members.at(step) if peer not in group.members]:
+            self._recorder.event("left_out", step=step, workers=list(left_out))
 
     async def _travel(self, column: Group, index: int, mean: Payload, step: int) -> None:
         tag, groups = ("average", step, index), column.size

@@ -110,6 +110,7 @@ class GossipExchange(Serverless):
         weights = settings.exchange == "weights"
         self._own = sums if isinstance(sums, GroupSums) else None  # if the group may lose some of its workers
         self._early = settings.by_bucket and (group.size == 1 or not weights) and self._own is None
+        self._left_out: set[tuple[int, PeerId]] = set()  # step, group: of what it has got nothing, and has said so
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._sum = GradientSum(sums, self._recorder, self._abort, overlap=settings.overlap)
         self._arithmetic = Arithmetic("zmqtrain-gossip")
@@ -361,6 +362,10 @@ class GossipExchange(Serverless):
                 tag = ("gossip", step, index, number)
                 await together(*(self._receive(source, tag, others, came) for source in partners.sources if there(source, step)))
                 await copied[number].wait()
+                left_out = [each for each in partners.sources if each not in came and (step, each) not in self._left_out]
+                if left_out:
+                    self._left_out.update((step, source) for source in left_out)
+                    self._recorder.event("left_out", step=step, workers=list(left_out))
                 if not others:
                     continue
                 last = number == len(slices) - 1

@@ -125,6 +125,8 @@ class TeamGossip:
         counts = bool(sources) and await self._sums.mix(step, buckets, Mixture(needed, take, mean))
         for bucket in buckets:
             self._recorder.audit("mixed", step=step, bucket=bucket.index, sources=list(sources) if counts else [])
+        if sources and not counts:
+            self._recorder.event("left_out", step=step, workers=[peer for source in of.sources for peer in source])
 
     async def settle(self) -> None:
         """Wait until all that was given is on its way."""
