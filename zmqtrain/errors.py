@@ -325,6 +325,10 @@ class PeerLostError(ConnectivityError):
         super().__init__(f"lost {peer}{wait}: {reason}")
 
 
+#: What one is told that comes when the others have left.
+RUN_HAD_ENDED = "the run had ended"
+
+
 class TooLateError(PeerLostError):
     """A worker comes to an elastic run in which the others have nothing left to train. They need it no more, so it may leave."""
 

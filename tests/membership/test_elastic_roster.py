@@ -195,6 +195,40 @@ def test_one_that_came_too_late_leaves_without_having_done_the_work(trained: boo
     assert table.outcome.status == ("done" if trained else "failed")
 
 
+def test_when_the_first_has_left_late_ones_are_told_that_the_run_ends_and_others_are_refused() -> None:
+    table = running(4)
+    for worker in ("worker/2", "worker/3"):
+        table.exited(worker, -9)
+    table.join("worker/2", 2)  # and is not ready yet
+    assert not [peer for peer, what in table.told if what == "finish"]
+    table.leave("worker/0")
+    assert sorted(peer for peer, what in table.told if what == "finish") == ["worker/2"]
+    assert isinstance(table.answers[table.join("worker/3", 3)], TooLateError)
+    table.leave("worker/1")
+    assert len([peer for peer, what in table.told if what == "finish"]) == 1, "once is enough"
+    again = table.answers[table.ask("again", "worker/2", 2)]  # it has lost touch meanwhile
+    assert again["finish"] is True
+    other = Roster(table.expected, TIMEOUTS, now=0.0, elastic=True, ledger=table.roster.ledger())
+    later = Table(table.expected, elastic=True)
+    later.roster = other
+    assert later.answers[later.ask("again", "worker/2", 2)]["finish"] is True
+    table.take(table.roster.handle_leave("worker/2", table.now, late=True))
+    for peer in ("worker/0", "worker/1", "worker/2"):
+        table.exited(peer, 0)
+    assert table.outcome is not None
+    assert table.outcome.status == "done"
+    assert isinstance(table.answers[table.join("worker/3", 4)], TooLateError), "also when the run has ended"
+
+
+def test_one_that_comes_when_a_run_has_failed_is_not_told_that_it_had_ended() -> None:
+    table = running(2)
+    table.leave("worker/0")
+    table.exited("worker/1", 3, {"message": "a bug", "exit_code": 3})
+    error = table.error(table.join("worker/1", 2))
+    assert isinstance(error, PeerLostError)
+    assert not isinstance(error, TooLateError)
+
+
 def test_a_server_s_loss_fails_the_run() -> None:
     table = Table(members(2, 1), elastic=True)
     table.join_all()

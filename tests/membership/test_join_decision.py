@@ -18,6 +18,7 @@ BEFORE = Circumstances(
     replaces_fc=False,
     stopped=False,
     servers_have_ended=False,
+    training_has_ended=False,
     agent=None,
     end_reason="",
 )
@@ -63,6 +64,8 @@ def test_joins(member: Entry, incarnation: int, run: Circumstances, decision: Jo
         (entry(Presence.LOST), replace(ELASTIC, stopped=True), "too late to join", False),
         (entry(Presence.LOST), replace(ELASTIC, servers_have_ended=True), "too late to join: model servers have ended", False),
         (entry(Presence.LEFT), ELASTIC, "too late to join: it has left already", False),
+        (entry(Presence.LOST), replace(ELASTIC, training_has_ended=True), "too late to join: the run had ended", False),
+        (entry(Presence.LOST), replace(ELASTIC, training_has_ended=True, state=State.ENDED), "the run had ended", False),
         (entry(Presence.ABSENT), BEFORE, "may join once all members with which the run begins have joined", False),
         (entry(Presence.ABSENT), replace(ELASTIC, agent=AGENT_ABSENT), "agent/0 has not joined", False),
         (entry(Presence.LEFT, incarnation=2), RUNNING, "has left already", False),

@@ -370,13 +370,13 @@ def test_one_that_comes_when_all_is_trained_leaves_in_good_order(kind: str) -> N
                 codes.append(values["exit_code"])
 
         def told(peer: str, events: Sequence[Mapping[str, Any]], kinds: list[str] = kinds) -> None:
-            kinds.extend(event["kind"] for event in events)
+            kinds.extend(event["kind"] for event in events if peer == "worker/3")
 
         kills = [kill("worker/3", at=usual_s * (0.6 + 0.04 * when))]
         result = simulate(shape, options=Options(faults=kills, on_event=left, on_report=told))
         assert (result.ending.status, result.broken) == ("done", [])
         assert set(codes) <= {-9, 0}
-        late += "too late" in kinds
+        late += len(codes) == 2 and kinds.count("start") < 2  # the second process has trained nothing
     assert late
 
 

@@ -45,7 +45,8 @@ class Membership:
         self.view = View(0, False, {}, {})
         """The newest view. Replaced, never changed."""
         self.finished = asyncio.Event()
-        """Set when all workers have left (for an agent: when the run is over): finish and leave."""
+        """Set when all workers have left: finish and leave. For an agent: when the run is over; for a worker: when the others have
+        begun to leave, since all was trained."""
         self.halted = asyncio.Event()
         """Set when the run must stop; `halt_reason` says why."""
         self.halt_reason: dict[str, Any] | None = None

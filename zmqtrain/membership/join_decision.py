@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from zmqtrain.errors import PeerLostError, ProtocolError, TooLateError, UsageError, ZmqTrainError
+from zmqtrain.errors import RUN_HAD_ENDED, PeerLostError, ProtocolError, TooLateError, UsageError, ZmqTrainError
 from zmqtrain.membership.state import Entry, Presence, State
 
 
@@ -44,6 +44,8 @@ class Circumstances:
     """Whether a role has stopped the run before all had joined."""
     servers_have_ended: bool
     """Whether what was trained was on model servers, of which one has ended."""
+    training_has_ended: bool
+    """Whether workers of an elastic run that does well have left since all was trained."""
     agent: Entry | None
     """The agent of the member's host."""
     end_reason: str
@@ -61,6 +63,8 @@ def decide_join(entry: Entry, incarnation: int, run: Circumstances) -> JoinMode 
     if run.elastic and member.kind == "worker" and (presence is Presence.LEFT or (entry.gone and run.servers_have_ended)):
         why = "model servers have ended" if run.servers_have_ended else "it has left already"
         return JoinRefused(TooLateError(member.peer, why))
+    if run.training_has_ended and member.kind == "worker" and entry.incarnation != incarnation:
+        return JoinRefused(TooLateError(member.peer, RUN_HAD_ENDED))
     servers = [kind for kind, may_go in (("server", run.replaces_servers), ("fc", run.replaces_fc)) if may_go]
     replaced = ("worker", "agent", *servers)
     in_progress = run.elastic and run.state is State.RUNNING and not run.stopped and member.kind in replaced

@@ -63,6 +63,8 @@ MOST_OBSERVERS = 64
 MOST_HEARTBEATS = 100
 #: The longest address and reason that are kept.
 LONGEST_TEXT = 1024
+#: Why a worker has left that has done its work.
+DONE = "it left"
 #: Why a worker has left that has trained nothing.
 CAME_TOO_LATE = "it came when the others had trained all there was"
 
@@ -106,6 +108,8 @@ class Roster:
         self._version = 0
         self._changes = 0  # of those that can take part, since all had joined
         self._complete = False
+        self._trained = False  # workers of an elastic run leave, since all was trained
+        self._late: set[PeerId] = set()  # workers that have come when the others trained, as far as this roster has seen it
         self._join_deadline = now + timeouts.join_s
         if ledger is not None:
             self._restore(ledger, now)
@@ -124,6 +128,8 @@ class Roster:
         self._run.restore(state, end_reason, reasons, now)
         for entry in self._members:
             restore_entry(entry, ledger[f"{MEMBER}{entry.member.peer}"])
+        workers = self._members.of_kind("worker")
+        self._trained = self._elastic and any(each.presence is Presence.LEFT and each.reason == DONE for each in workers)
         for name, value in ledger.items():
             if name.startswith(OPENED):
                 self._barriers.remember(name.removeprefix(OPENED), value)
@@ -242,6 +248,7 @@ class Roster:
             replaces_fc=self._shards.chained("fc"),
             stopped=self.halt_reason is not None and not self._complete,
             servers_have_ended=self._lasting and ended,
+            training_has_ended=self._trained and not self.failures,
             agent=self._members.agents.get(entry.member.host),
             end_reason=self._run.end_reason,
         )
@@ -263,6 +270,7 @@ class Roster:
         entry.welcome(incarnation, address[:LONGEST_TEXT], ready=not entry.member.is_role)
         entry.exited = False
         if entry.member.kind == "worker":
+            self._late.add(peer)
             self._run.a_worker_is_here()
         if entry.member.kind == "agent":
             self._heard.note(entry.member.host, now)
@@ -286,8 +294,10 @@ class Roster:
             if entry.here:
                 self._heard.note(entry.member.host, now)
             finish = self.state is State.ENDED
+        elif entry.member.kind == "worker":
+            finish = self._trained
         else:
-            finish = entry.member.kind != "worker" and self.state in (State.FINISHING, State.ENDED)
+            finish = self.state in (State.FINISHING, State.ENDED)
         missed: dict[str, Value] = {"view": self.view().to_value(), "halt": self._run.halt_told, "finish": finish}
         return [Answer(ticket, missed, f"{peer} is back in touch")]
 
@@ -480,10 +490,19 @@ class Roster:
             error = PeerLostError(peer, reason)
             failure = Failure(peer, entry.member.host, None, reason, None, consequence=False, error=error)
             return actions + self._fail_or_go_on(entry, failure, now)
-        actions = self._remove(entry, Presence.LEFT, "it left")
+        actions = self._remove(entry, Presence.LEFT, DONE)
         if entry.member.kind == "observer":
             self._members.remove(peer)
         actions.append(Note("leave", {"peer": peer}, f"{peer} left"))
+        if entry.member.kind == "worker" and self._elastic and not self._trained:
+            # Before the first of them leaves, all who have a part in the training have come to its end. Others have come so late
+            # that they may wait for what these do not give any more.
+            self._trained = True
+            reason = f"{peer} has left, since all was trained"
+            told = [
+                other.member.peer for other in self._members.of_kind("worker") if other.here and other.member.peer in self._late
+            ]
+            actions += [Push(other, "finish", None, reason) for other in told]
         return actions + self._maybe_finish(now)
 
     def handle_halt(self, peer: PeerId, reason: Mapping[str, Any], now: float) -> list[Action]:

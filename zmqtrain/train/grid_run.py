@@ -99,7 +99,13 @@ class GridRun:
         self._draining: set[asyncio.Task[None]] = set()
         self._spare_stop = StopPoint(context.endpoint, timeout_s=context.timeouts.barrier_s)
         self._placed = asyncio.Event()  # this worker trains, or is a spare
+        self._took_part = False
         context.membership.on_view(lambda _: self._viewed.set())
+
+    @property
+    def took_part(self) -> bool:
+        """Whether this worker has trained, or was a spare."""
+        return self._took_part or self._placed.is_set()
 
     @property
     def loop(self) -> TrainLoop | None:
@@ -115,6 +121,7 @@ class GridRun:
             await membership.ready()
         try:
             while not await (self._stand_by() if self._life is None else self._train(self._life)):
+                self._took_part = self.took_part
                 self._placed.clear()
                 self._changing = True
                 await self._change()

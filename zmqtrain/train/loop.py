@@ -78,6 +78,8 @@ class TrainLoop:
         self._job = context.topology.job
         self.step = 0
         """The step that is being computed or comes next."""
+        self.took_part = False
+        """Whether this worker has begun a step."""
         self.phase = TrainingPhase.BETWEEN
         self.stop_in: int | None = None
         """Stop as soon as this step's gradients are computed, before its exchange ends."""
@@ -200,6 +202,7 @@ class TrainLoop:
                 work.callbacks.view(step, members.at(step))
                 # It may have got something to train meanwhile, or nothing any more.
                 trains = not self._sits_out(step)
+                self.took_part = True
                 if not await (self._train_step(last=step + 1 == steps) if trains else self._sit_out()):
                     return TrainingOutcome.ABANDONED
                 again = self.step == step

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError, ZmqTrainError
+from zmqtrain.errors import RUN_HAD_ENDED, ConnectivityError, NonFiniteLossError, PeerLostError, TooLateError, ZmqTrainError
 from zmqtrain.exchange.make import make_exchange, make_members
 from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.train.loop import TrainingPhase, TrainLoop, applies_here
 from zmqtrain.train.work import Work
+from zmqtrain.waiting import abandoned
 
 if TYPE_CHECKING:
     from zmqtrain.train.task import Task
@@ -51,7 +52,7 @@ async def run_worker(context: RoleContext, *, task: Task | None = None, make_wor
 
         grid = GridRun(context, task)
         try:
-            await _train(context, grid.run(), lambda: grid.loop, halted)
+            await _train(context, grid.run(), lambda: grid.loop, lambda: grid.took_part, halted)
         finally:
             await grid.close()
         await context.membership.leave()
@@ -60,7 +61,7 @@ async def run_worker(context: RoleContext, *, task: Task | None = None, make_wor
     work = await make_work(context, members, task)
     try:
         loop = TrainLoop(context, work, make_exchange(context, members, whole_updates=work.whole_updates), members)
-        await _train(context, loop.run(), lambda: loop, halted)
+        await _train(context, loop.run(), lambda: loop, lambda: loop.took_part, halted)
     finally:
         await work.close(context.timeouts.grace_s)
     await context.membership.leave()
@@ -70,16 +71,21 @@ async def _train(
     context: RoleContext,
     training: Coroutine[Any, Any, None],
     current: Callable[[], TrainLoop | None],
+    took_part: Callable[[], bool],
     halted: asyncio.Future[Mapping[str, Any]],
 ) -> None:
-    """``current``: the loop that trains now, of those that ``training`` runs; ``None`` if this worker has nothing of the model."""
+    """``current``: the loop that trains now, of those that ``training`` runs; ``None`` if this worker has nothing of the model.
+    ``took_part()``: whether this worker has had a part in the training."""
     life = asyncio.create_task(training, name=f"training of {context.role.peer}")
+    over = asyncio.create_task(_over(context, took_part), name="wait for the end of training without this worker")
     try:
-        ends: list[asyncio.Future[Any]] = [life, halted]
+        ends: list[asyncio.Future[Any]] = [life, halted, over]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if life.done():
             await life
             return
+        if over.done():
+            raise TooLateError(context.role.peer, RUN_HAD_ENDED)
         if (loop := current()) is None:
             raise _stopped(halted.result())
         await _halt(context, loop, life, halted.result())
@@ -94,11 +100,21 @@ async def _train(
             await _give_up(context, loop, error, failed=True)
         raise
     finally:
+        await abandoned([over])
         if not life.done():
             life.cancel()
             await asyncio.wait({life})
         if not life.cancelled():
             life.exception()  # already raised above, or a consequence of that error
+
+
+async def _over(context: RoleContext, took_part: Callable[[], bool]) -> None:
+    """Return once the others have ended the training of an elastic run, if this worker comes so late that it has had no part in
+    it: what it waits for may never come."""
+    membership = context.membership
+    await membership.finished.wait()
+    if not membership.late or took_part():
+        await asyncio.Event().wait()
 
 
 async def _halt(context: RoleContext, loop: TrainLoop, life: asyncio.Task[None], reason: Mapping[str, Any]) -> None:
