@@ -16,6 +16,9 @@ from typing import Protocol, cast
 class World(Protocol):
     """The environment of an event loop that does not run in the real world."""
 
+    one_process: bool
+    """Whether all of a run's processes are this one, and so have the same files and modules."""
+
     def wall_s(self) -> float: ...
 
     def random_bits(self, bits: int) -> int: ...
@@ -23,6 +26,8 @@ class World(Protocol):
 
 class RealWorld:
     """This machine and its real time."""
+
+    one_process = False
 
     def wall_s(self) -> float:
         """Seconds since the epoch."""

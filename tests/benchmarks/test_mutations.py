@@ -11,8 +11,7 @@ from benchmarks.patches import Patches
 from zmqtrain.server.shard import TensorEntry
 from zmqtrain.simulate.explore import try_seed
 
-#: Runs on grids really train, so only some are tests: of each kind one that many seeds find, since what a single seed does there
-#: was seen to depend on what had run before in the process.
+#: Runs on grids really train, which takes time, so only some are tests: of each kind one.
 GRIDS = {"begun_is_counted", "broken_forward_kept", "from_the_wrong_row", "newcomer_without_momentum", "begins_before_all"}
 TESTED = [each for each in MUTATIONS if each.seed < 100 and (each.shape != "grid-elastic" or each.put.__name__ in GRIDS)]
 

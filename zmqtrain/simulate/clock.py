@@ -41,6 +41,8 @@ Ts = TypeVarTuple("Ts")
 class SimulatedWorld:
     """Implements `zmqtrain.world.World`: the calendar begins with the simulation, and its seed determines everything random."""
 
+    one_process = True
+
     def __init__(self, seed: int, clock: Callable[[], float]) -> None:
         self.seed = seed
         self._clock = clock

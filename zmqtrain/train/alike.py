@@ -28,6 +28,7 @@ import zmqtrain
 from zmqtrain.errors import TaskError
 from zmqtrain.membership.alike import MOST_THINGS, Difference, Facts, bounded
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.world import current_world
 
 #: With what the name begins of what is said of the samples of some data.
 CONTENT = "the content of"
@@ -62,7 +63,9 @@ async def require_same_training(context: RoleContext, subject: str, facts: Facts
         remedy = _OF_CONTENT if differences[0].what.startswith(CONTENT) else ""
         raise TaskError(f"{_said(differences[0], context)}. {_REMEDY}{remedy}")
     if len({role.host for role in context.placement.workers}) > 1:
-        for difference in await membership.alike(f"{subject}: files", host, files()):
+        # What else this process has loaded must make no difference to a simulation, not even by the size of a message.
+        own = {} if current_world().one_process else files()
+        for difference in await membership.alike(f"{subject}: files", host, own):
             text = f"{difference.what} on {host} is another than on {difference.host}: they may train something else"
             context.recorder.event("warning", text=text)
 
