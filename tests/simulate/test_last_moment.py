@@ -32,3 +32,4 @@ def test_it_ends_in_good_order(name: str, seed: int, worker: str, at: float, aft
     result = simulate(load_topology(SHAPES / f"{name}.toml"), seed=seed, options=options)
     assert (result.ending.status, result.broken) == ("done", [])
     assert codes == [-9, 0]
+    assert result.seconds < 1.0, "nobody waits for a time-out"
