@@ -76,7 +76,7 @@ async def _stoppable(environment: RoleEnvironment) -> int:
     try:
         await role
     except TooLateError as error:  # it was refused at the door: the others need it no more
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{error.peer}: {error.reason}\n")
     except asyncio.CancelledError:
         if not told.is_set():
             raise
