@@ -68,17 +68,9 @@ class OwnRun:
         if self._network is not None:
             raise UsageError("a run in memory has all roles in this process: use OwnRun.role, or call open_run without network")
         host = next(host for host in self.topology.hosts if host.name == self.placement.role(peer).host)
-        job = self.topology.job
-        environment = RoleEnvironment(
-            peer,
-            self._address,
-            self._token,
-            host.address,
-            job.timeout_s,
-            ports=job.port_range,
-            members=self.placement.members,
-        )
-        return replace(environment, bind=host.bind or "")
+        members = self.placement.members
+        environment = RoleEnvironment.of_job(self.topology.job, peer, self._address, self._token, members=members)
+        return replace(environment, host=host.address, bind=host.bind or "")
 
     def _require(self, peer: PeerId) -> None:
         peers = [role.peer for role in self.placement.roles]

@@ -167,17 +167,9 @@ class Fleet:
         send_signal(handle.process, number)
 
     async def _start(self, host: Host, command: Sequence[str]) -> None:
-        job = self.gathered.topology.job
-        coordinator = self._coordinators[host.name]
+        job, coordinator = self.gathered.topology.job, self._coordinators[host.name]
         # Probes use the names of agents, because an emulated network knows the agents' hosts.
-        environment = RoleEnvironment(
-            f"agent/{host.name}",
-            coordinator,
-            self.token,
-            timeout_s=job.timeout_s,
-            ports=job.port_range,
-            members=self._members,
-        )
+        environment = RoleEnvironment.of_job(job, f"agent/{host.name}", coordinator, self.token, members=self._members)
         if self.gathered.towards:
             environment = replace(environment, host=host.address, bind=host.listens_at)
         with engine_faults(self._kind, f"start the {self._what} of {host.name}"):

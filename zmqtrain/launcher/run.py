@@ -418,15 +418,8 @@ class Launch:
                 at = endpoint_at(towards[0], address) if towards else address
                 if where != "here" and is_loopback(urlsplit(at).hostname or ""):
                     raise UsageError(f"no other machine can join the run: it listens at {without_key(at)}, for this machine alone")
-                host, job = assembly.place_for_another(), self._topology.job
-                place = RoleEnvironment(
-                    f"agent/{host}",
-                    at,
-                    fleet.token,
-                    timeout_s=job.timeout_s,
-                    ports=job.port_range,
-                    members=self._description.placement.members,
-                )
+                host, members = assembly.place_for_another(), self._description.placement.members
+                place = RoleEnvironment.of_job(self._topology.job, f"agent/{host}", at, fleet.token, members=members)
                 self._record.note(f"another machine may join as {host}")
                 return json.dumps({"environment": place.to_environ(), "folder": self._description.folder})
             case {"what": "drain", "host": str(host)}:

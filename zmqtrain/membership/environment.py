@@ -18,6 +18,7 @@ from zmqtrain.net.shaping import SHAPING, Shaping
 from zmqtrain.topology.timeouts import Timeouts
 
 if TYPE_CHECKING:
+    from zmqtrain.topology.job import Job
     from zmqtrain.topology.placement import Placement, RolePlacement
 
 PEER = "ZMQTRAIN_PEER"
@@ -65,6 +66,11 @@ class RoleEnvironment:
     """The first and the last port to listen on; ``None``: any port."""
     members: int = 0
     """How many processes the coordinator is in touch with; 0: few."""
+
+    @classmethod
+    def of_job(cls, job: Job, peer: PeerId, coordinator: str, token: str, *, members: int) -> RoleEnvironment:
+        """That of a process of the job, on this machine."""
+        return cls(peer, coordinator, token, timeout_s=job.timeout_s, ports=job.port_range, members=members)
 
     @property
     def timeouts(self) -> Timeouts:
