@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.case import Case, case_of
 from zmqtrain.membership.agent_link import AgentLink
-from zmqtrain.membership.client import COORDINATOR, Membership
+from zmqtrain.membership.client import Membership
 from zmqtrain.membership.coordinator import Coordinator
-from zmqtrain.membership.environment import net_settings
+from zmqtrain.membership.environment import COORDINATOR, net_settings
 from zmqtrain.net.loop import run
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings

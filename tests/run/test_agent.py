@@ -18,9 +18,8 @@ from zmqtrain.errors import ConnectivityError
 from zmqtrain.launcher.forked import ForkedProcesses
 from zmqtrain.launcher.forkserver import ForkServer
 from zmqtrain.membership.agent_link import WITHDRAW, AgentLink
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription
-from zmqtrain.membership.environment import RoleEnvironment, net_settings
+from zmqtrain.membership.environment import COORDINATOR, RoleEnvironment, net_settings
 from zmqtrain.membership.view import Member, View
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.memory import MemoryNetwork

@@ -12,8 +12,8 @@ import torch
 
 from tests.train.world import Recipe, run, topology_of
 from zmqtrain.embed.own_run import open_run
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription, fetch_description
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.run.assembly import Assembly
 from zmqtrain.testing import virtual_time

@@ -10,8 +10,8 @@ import pytest
 
 from tests.train.world import Recipe, topology_of
 from zmqtrain.errors import PeerLostError
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.run.assembly import Assembly
 from zmqtrain.run.enter import enter

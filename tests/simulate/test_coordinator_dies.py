@@ -14,7 +14,7 @@ import torch
 from tests.simulate import test_training as training
 from tests.simulate.worlds import profile_file, servers_topology, topology_of
 from zmqtrain import Task
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.run.faults import pause, restart
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.simulate.succession import Death

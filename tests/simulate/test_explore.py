@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulate.worlds import peers_topology, profile_file, topology_of
 from zmqtrain.exchange.pushes import Pushes
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.run.faults import drain, partition, restart
 from zmqtrain.server.shard import TensorEntry
 from zmqtrain.server.staleness import StalenessMachine

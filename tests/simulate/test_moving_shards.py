@@ -13,7 +13,7 @@ import torch
 
 from tests.simulate.test_training import Recipe, topology_of
 from tests.simulate.worlds import POLICIES, servers_topology
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.run.faults import Fault, delay, drain, kill, pause, restart, shutdown
 from zmqtrain.simulate.run import Options, Result, simulate
 from zmqtrain.topology.schema import Topology

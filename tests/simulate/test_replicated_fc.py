@@ -14,7 +14,7 @@ import pytest
 from tests.simulate import merged_model
 from tests.simulate.merged_model import MERGED, Recipe, close, like, require
 from tests.simulate.worlds import POLICIES, STEPS, copied_topology, run
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.run.faults import Fault, corrupt, kill, partition, pause, restart
 from zmqtrain.simulate.explore import explore
 from zmqtrain.simulate.run import Options, Result, simulate

@@ -11,7 +11,7 @@ import pytest
 
 from tests.simulate.test_moving_shards import Heard
 from tests.simulate.worlds import POLICIES, copied_topology, servers_topology
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.run.faults import Fault, drain, join, kill, pause, restart
 from zmqtrain.simulate.explore import explore
 from zmqtrain.simulate.run import Options, Result, simulate

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 from zmqtrain.arena import Arena, Region
 from zmqtrain.events import EventValue
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.run.assembly import Assembly

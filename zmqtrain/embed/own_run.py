@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.membership.actions import Outcome
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.coordinator import EventCallback, ReportCallback
 from zmqtrain.membership.description import RunDescription
-from zmqtrain.membership.environment import RoleEnvironment, net_settings
+from zmqtrain.membership.environment import COORDINATOR, RoleEnvironment, net_settings
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.net.settings import NetSettings

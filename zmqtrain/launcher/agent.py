@@ -19,9 +19,8 @@ from zmqtrain.launcher.local import PARENT
 from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
 from zmqtrain.launcher.streams import survive_closed_streams
 from zmqtrain.membership.agent_link import AgentLink
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import fetch_description
-from zmqtrain.membership.environment import RoleEnvironment
+from zmqtrain.membership.environment import COORDINATOR, RoleEnvironment
 from zmqtrain.net.loop import run
 from zmqtrain.net.zeromq import open_zeromq
 from zmqtrain.run.agent import Agent

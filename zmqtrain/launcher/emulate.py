@@ -24,8 +24,7 @@ from zmqtrain.launcher.engine import EngineRun, Gathered, Gathering, Handle
 from zmqtrain.launcher.faults import AgentEnded, EmulatedMachines, Injection, refused
 from zmqtrain.launcher.local import LocalEngine
 from zmqtrain.launcher.namespaces import Namespaces, NoNamespacesError
-from zmqtrain.membership.client import COORDINATOR
-from zmqtrain.membership.environment import HOST
+from zmqtrain.membership.environment import COORDINATOR, HOST
 from zmqtrain.net.conditions import Conditions
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.loop import Dilation

@@ -18,8 +18,7 @@ from zmqtrain.death import die_with_parent
 from zmqtrain.errors import ConnectivityError, ProtocolError, ZmqTrainError
 from zmqtrain.launcher.host_facts import facts_here
 from zmqtrain.launcher.local import PARENT
-from zmqtrain.membership.client import COORDINATOR
-from zmqtrain.membership.environment import RoleEnvironment
+from zmqtrain.membership.environment import COORDINATOR, RoleEnvironment
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.loop import run
 from zmqtrain.net.zeromq import open_zeromq

@@ -14,7 +14,7 @@ from zmqtrain.errors import PeerTimeoutError, ProtocolError, UsageError, ZmqTrai
 from zmqtrain.launcher.emulate import Emulation
 from zmqtrain.launcher.engine import Engine, Gathering, GatheringEngine, RemoteEngine
 from zmqtrain.launcher.fleet import Fleet, engine_for, gathered_hosts
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.net.address import without_key
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.net.zeromq import open_zeromq

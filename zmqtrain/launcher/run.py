@@ -27,10 +27,9 @@ from zmqtrain.launcher.faults import Injection
 from zmqtrain.launcher.fleet import Fleet, engine_for, gathered_hosts
 from zmqtrain.launcher.signals import wanted_on_sigterm
 from zmqtrain.membership.actions import Outcome
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.coordinator import Coordinator
 from zmqtrain.membership.description import RunDescription
-from zmqtrain.membership.environment import RoleEnvironment
+from zmqtrain.membership.environment import COORDINATOR, RoleEnvironment
 from zmqtrain.net.address import without_key
 from zmqtrain.net.node import Node
 from zmqtrain.net.settings import NetSettings

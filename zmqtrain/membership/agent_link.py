@@ -20,7 +20,8 @@ from math import ceil
 from typing import Any
 
 from zmqtrain.errors import PeerLostError, ProtocolError
-from zmqtrain.membership.client import COORDINATOR, HaltCallback, Membership
+from zmqtrain.membership.client import HaltCallback, Membership
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.timeouts import Timeouts

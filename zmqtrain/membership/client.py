@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 from zmqtrain.errors import ProtocolError, ZmqTrainError
 from zmqtrain.membership.alike import Difference, Facts
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.membership.touch import Touch, repeated
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId, Returned
@@ -28,7 +29,6 @@ from zmqtrain.waiting import abandoned
 from zmqtrain.wire.payload import Value
 from zmqtrain.world import random_bits
 
-COORDINATOR: PeerId = "coordinator"
 #: The most events in one request: enough for a quarter of a second, and far below the wire's limits.
 EVENTS_AT_ONCE = 500
 

@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Literal
 
 from zmqtrain.errors import ConnectivityError, PeerLostError, ProtocolError
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.membership.journal import Journal
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.waiting import in_time

@@ -24,7 +24,7 @@ from zmqtrain.errors import PeerLostError, ProtocolError, SupersededError, ZmqTr
 from zmqtrain.membership.actions import Action, Answer, Discard, Drop, End, Meet, Note, Outcome, Push, Refuse, Ticket
 from zmqtrain.membership.alike import Alike, facts_of
 from zmqtrain.membership.chains import Chains
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.membership.journal import Journal, change
 from zmqtrain.membership.ledger import RUN
 from zmqtrain.membership.roster import Roster

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zmqtrain.errors import ProtocolError, UsageError
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import UsageError
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.net.address import key_in
 from zmqtrain.net.curve import Identity
 from zmqtrain.net.endpoint import PeerId
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from zmqtrain.topology.job import Job
     from zmqtrain.topology.placement import Placement, RolePlacement
 
+#: The coordinator's name as a peer.
+COORDINATOR: PeerId = "coordinator"
 PEER = "ZMQTRAIN_PEER"
 COORDINATOR_ADDRESS = "ZMQTRAIN_COORDINATOR"
 TOKEN = "ZMQTRAIN_TOKEN"

@@ -7,7 +7,7 @@ from typing import Any
 
 from zmqtrain.errors import HostLostError, SshError
 from zmqtrain.membership.actions import Failure, Outcome
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.preemption import INTERRUPTED, PREEMPTED
 from zmqtrain.run.report import report_of, root_of

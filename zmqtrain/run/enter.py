@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from zmqtrain.arena.arena import Arena
 from zmqtrain.errors import ConnectivityError, UsageError
 from zmqtrain.events import EventValue, Recorder
-from zmqtrain.membership.client import COORDINATOR, Membership
+from zmqtrain.membership.client import Membership
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.membership.description import RunDescription, fetch_description
-from zmqtrain.membership.environment import RoleEnvironment
+from zmqtrain.membership.environment import COORDINATOR, RoleEnvironment
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.net.loop import Dilation, dilation_of
 from zmqtrain.net.zeromq import open_zeromq

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.topology.ranges import expand
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.timeouts import Timeouts

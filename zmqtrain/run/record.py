@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from zmqtrain.errors import RunDirectoryError
 from zmqtrain.exchange.momentum import gradients_of
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.description import RunDescription
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.observe.account import SampleAccount, account_lines
 from zmqtrain.observe.line import line_of

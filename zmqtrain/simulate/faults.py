@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.run.faults import (
     RESTART_S,
     Fault,

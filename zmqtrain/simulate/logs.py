@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.simulate.process import current_process
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from zmqtrain.errors import UsageError
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.observe.card import html, lines, picture
 from zmqtrain.observe.fold import Fold

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from zmqtrain.errors import SimulationError, ZmqTrainError
 from zmqtrain.membership.actions import Outcome
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.coordinator import EventCallback, ReportCallback
 from zmqtrain.membership.description import RunDescription
-from zmqtrain.membership.environment import net_settings
+from zmqtrain.membership.environment import COORDINATOR, net_settings
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.run.again import Again, Restarts
 from zmqtrain.run.assembly import Assembly, Listeners

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from zmqtrain.membership.client import COORDINATOR
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.membership.journal import Ledger, apply, encode, replay
 from zmqtrain.run.faults import RESTART_S, Fault
 from zmqtrain.wire.payload import Value

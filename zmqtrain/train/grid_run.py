@@ -28,9 +28,9 @@ from zmqtrain.exchange.checkpoint_part import Mark
 from zmqtrain.exchange.elastic import RANKS_AT_ONCE
 from zmqtrain.exchange.grid_era import EraEnds, EraMembers, FetchPart, GridEra, StepCommit, StepGate
 from zmqtrain.exchange.make import make_exchange
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.common_stop import ASK, TELL, StopPoint
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.scoped import ScopedEndpoint

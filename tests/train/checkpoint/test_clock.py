@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from zmqtrain.membership.client import COORDINATOR
 from zmqtrain.membership.common_stop import Here, StopPoint
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.train.checkpoint.clock import CheckpointClock
 
