@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -177,9 +178,10 @@ def next_tokens(left_out: Tensor) -> Callable[[Session | None], nn.Module]:
     target = torch.randint(3, (len(left_out), 3), generator=generator).masked_fill(left_out, -100)
     dataset = torch.utils.data.TensorDataset(inputs, target)
 
+    made = nn.Linear(6, 3).double()  # before the threads begin, which share torch's generator
+
     def program(session: Session | None) -> nn.Module:
-        torch.manual_seed(1)
-        model = nn.Linear(6, 3).double()
+        model = copy.deepcopy(made)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         if session is not None:
             model, optimizer = session.replicate(model, optimizer)
