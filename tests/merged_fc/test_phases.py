@@ -231,6 +231,7 @@ class Once(nn.Module):
         super().__init__()
         self.does, self.calls, self.kept = does, 0, torch.ones(2)
         self.sizes, self.stats, self.left = [3, 4], {"runs": {"train": 0}}, {"a", "b"}
+        self.sums = [torch.ones(3), torch.ones(2)]
         self.meter, self.options, self.shape, self.mode = Meter(), SimpleNamespace(scale=1.0), (1, 2), "first"
         self.conv, self.fc = nn.Conv2d(1, 1, 3), nn.Linear(4, 2)
         self.register_buffer("count", torch.zeros(()))
@@ -289,6 +290,7 @@ ONCE: dict[str, Callable[[Any], object]] = {
     "changes the attribute 'calls'": _counts,
     "changes the attribute 'made'": _counts_for_all,
     "changes the attribute 'sizes'": lambda model: model.sizes.pop(0),
+    "changes the attribute 'sums'": lambda model: model.sums.__setitem__(0, torch.zeros(3)),
     "changes the attribute 'stats'": _counts_in_a_dictionary,
     "changes the attribute 'left'": lambda model: model.left.discard("a"),
     "changes the attribute 'meter'": _counts_beside,
@@ -312,6 +314,7 @@ def test_what_a_graph_would_do_only_once_is_refused_or_not_traced(said: str) -> 
     assert (model.sizes, model.stats, model.left) == ([3, 4], {"runs": {"train": 0}}, {"a", "b"})
     assert (model.meter.seen, model.options.scale, model.shape, model.mode) == (0, 1.0, (1, 2), "first")
     assert model.fc.weight is weight
+    assert [float(each.sum()) for each in model.sums] == [3.0, 2.0]
     within = nn.Sequential(Once(ONCE[said]), nn.Linear(2, 2))
     first = split_model(within, "convolution", "1")
     module = first.get_submodule("0")

@@ -77,10 +77,13 @@ class _Kept:
             for name, value in self.had.items():
                 if vars(held).get(name) is not value:
                     setattr(held, name, value)
-        elif isinstance(held, list | deque | set):
-            if list(_entries(held).items()) != list(self.had.items()):
+        elif isinstance(held, set):
+            held.intersection_update(self.had)
+            held.update(self.had)
+        elif isinstance(held, list | deque):
+            if [*map(id, held)] != [*map(id, self.had.values())]:  # tensors are not compared by their values
                 held.clear()
-                held.extend(self.had.values()) if not isinstance(held, set) else held.update(self.had)
+                held.extend(self.had.values())
         else:
             now = _entries(held)
             for key in [key for key, value in now.items() if key not in self.had and isinstance(value, fx.Proxy)]:
