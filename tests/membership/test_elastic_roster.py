@@ -330,6 +330,25 @@ def test_a_loss_or_another_view_ends_an_agreement_for_all() -> None:
     assert table.answers[unversioned] == 5
 
 
+def test_an_agreement_is_about_one_view_although_one_of_those_who_agree_was_given_a_newer_one() -> None:
+    """An agent has left, which the others were not told, and a worker that was out of touch gets the view of now."""
+    table = running(hosts=2)
+    table.exited("worker/1", -9, agent="agent/h1")
+    who = everybody(table)
+    version = table.roster.view().version
+    table.told.clear()
+    table.leave("agent/h1")
+    known = table.roster.view().version
+    assert known > version
+    assert not table.told
+    before = agree(table, "worker/0", 1, who, version=version)
+    ahead = agree(table, "worker/2", 5, who, version=known)
+    assert isinstance(table.answers[before], ViewChangedError)
+    assert ("worker/0", "view") in table.told
+    again = agree(table, "worker/0", 1, who, version=known)
+    assert (table.answers[ahead], table.answers[again]) == (5, 5)
+
+
 def test_nobody_waits_for_a_process_in_whose_place_there_is_another_one() -> None:
     table = running()
     who = everybody(table)

@@ -362,9 +362,14 @@ class Roster:
         error = self._may_not(peer)
         if error is not None:
             return [Refuse(ticket, error)]
-        return self._meetings.agree(
+        # One that was out of touch may have been given a newer view than the others were told, since an agent has left, say. What
+        # they agree on they name by the view's version, which is to be the same for all.
+        ahead = version is not None and self._told < version <= self._version
+        told = self._tell_view(f"{peer} knows it, and calls the agreement {name!r}") if ahead else []
+        agreed = self._meetings.agree(
             peer, name, value, members, ticket, now, version=version, newest=self._told, call=call, processes=processes
         )
+        return [*told, *agreed]
 
     def handle_barrier(
         self, peer: PeerId, name: str, members: Sequence[PeerId] | None, ticket: Ticket, now: float, call: int | None = None
