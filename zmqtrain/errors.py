@@ -32,6 +32,7 @@ The tree is drawn by what a caller can do about an error::
         │   └── TooLateError       the others have trained all there was
         ├── PeerTimeoutError       the peer is there, but did not answer
         ├── ViewChangedError       the membership changed: try again with the new members
+        ├── DamagedError           what arrived is not what was sent
         ├── SshError               a machine cannot be logged in to, or its connection broke
         └── HostLostError          a whole host is gone
 
@@ -313,6 +314,13 @@ class ConnectivityError(ZmqTrainError):
     exit_code = 128
     verdict: Verdict = "network"
     consequence = True
+
+
+class DamagedError(ConnectivityError):
+    """Something arrived with a wrong checksum."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} was damaged on the way: its checksum is wrong")
 
 
 class PeerLostError(ConnectivityError):

@@ -8,10 +8,18 @@ from typing import Any, cast
 
 import pytest
 
-from zmqtrain.exchange.checkpoint_part import MOST_BYTES_ON_THEIR_WAY, MOST_ON_THEIR_WAY, send_part
+from zmqtrain.errors import DamagedError
+from zmqtrain.exchange.checkpoint_part import (
+    MOST_BYTES_ON_THEIR_WAY,
+    MOST_ON_THEIR_WAY,
+    pack_manifest,
+    send_part,
+    unpack_manifest,
+)
 from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.phantom import PhantomPayload
+from zmqtrain.wire.tensor import TensorPayload
 from zmqtrain.wire.value import ValuePayload
 
 
@@ -70,3 +78,17 @@ async def test_few_bytes_are_on_their_way_at_a_time(sizes: list[int], most: int,
     assert not endpoint.under_way
     assert endpoint.most <= most
     assert endpoint.most_bytes <= most_bytes + endpoint.sent[0]
+
+
+def test_no_flipped_bit_of_a_manifest_is_taken_for_what_was_sent() -> None:
+    manifest = pack_manifest({"weight": PhantomPayload(6, "float32")}, {"step": 3, "to": 6014512082707379231})
+    assert unpack_manifest(manifest) == ([("weight", "float32", (6,))], {"step": 3, "to": 6014512082707379231})
+    whole = b"".join(manifest.frames())
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedError, match="damaged on the way"):
+            unpack_manifest(TensorPayload.received(damaged, "uint8", (len(damaged),)))
+    for length in range(1, len(whole)):
+        with pytest.raises(DamagedError):
+            unpack_manifest(TensorPayload.received(bytearray(whole[:length]), "uint8", (length,)))

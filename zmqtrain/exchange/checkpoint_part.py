@@ -1,7 +1,7 @@
 """A role's side of checkpoints: its part is sent to the coordinator, and comes back when a run is resumed.
 
 A part is a set of named tensors and a sidecar of plain values. It is sent as messages with one tag, so they arrive in order: first
-the manifest (the packed list of tensors and the sidecar, as bytes), then each tensor in the manifest's order.
+the manifest (the packed list of tensors and the sidecar, as bytes, and their CRC-32), then each tensor in the manifest's order.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import msgpack
 import numpy as np
 
-from zmqtrain.errors import CheckpointError, WireError, ZmqTrainError
+from zmqtrain.errors import CheckpointError, DamagedError, WireError, ZmqTrainError
 from zmqtrain.membership.touch import repeated
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.wire.dtypes import dtype_named
@@ -47,6 +48,8 @@ ALONE, ALONE_WRITTEN = "model_alone", "model_alone_written"
 PRIORITY = -1
 #: Tensors of a part that are being sent at a time, and their bytes, if it is more than one.
 MOST_ON_THEIR_WAY, MOST_BYTES_ON_THEIR_WAY = 8, 1 << 25
+#: After a manifest: its CRC-32. It travels as a tensor, of which the transport checks nothing (`zmqtrain.wire.message`).
+_CHECK_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +184,18 @@ def pack_manifest(tensors: Mapping[str, Payload], sidecar: Mapping[str, Value]) 
     """The list of tensors and the sidecar, as bytes, since they may be larger than a header."""
     listed = [[name, payload.dtype, list(shape_of(payload))] for name, payload in tensors.items()]
     packed = msgpack.packb([listed, dict(sidecar)])
-    return TensorPayload.of(np.frombuffer(packed, np.uint8))
+    return TensorPayload.of(np.frombuffer(packed + crc32(packed).to_bytes(_CHECK_BYTES, "little"), np.uint8))
 
 
 def unpack_manifest(payload: Payload) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, Any]]:
-    """The tensors (name, dtype, shape) in the order in which they follow, and the sidecar. Raises `CheckpointError`."""
+    """The tensors (name, dtype, shape) in the order in which they follow, and the sidecar. Raises `DamagedError`, and
+    `CheckpointError` if it was packed otherwise."""
+    content = b"".join(payload.frames())
+    packed, check = content[:-_CHECK_BYTES], content[-_CHECK_BYTES:]
+    if crc32(packed) != int.from_bytes(check, "little"):
+        raise DamagedError("the list of tensors of a part")
     try:
-        listed, sidecar = msgpack.unpackb(b"".join(payload.frames()), strict_map_key=False)
+        listed, sidecar = msgpack.unpackb(packed, strict_map_key=False)
         return [(str(name), str(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in listed], dict(sidecar)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise CheckpointError(f"a part of a checkpoint arrived with an unreadable manifest: {error}") from error

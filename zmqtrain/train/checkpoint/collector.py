@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zmqtrain.errors import CheckpointError, PeerLostError
+from zmqtrain.errors import CheckpointError, DamagedError, PeerLostError
 from zmqtrain.exchange.checkpoint_part import (
     AS_KEPT,
     COMMITTED,
@@ -255,7 +255,7 @@ class CheckpointCollector:
         except CheckpointError as error:
             self._end((WRITTEN, step, name, *mark), error)
             self._drop(step, error)
-        except OSError as error:  # a full disk: training continues without this checkpoint
+        except (OSError, DamagedError) as error:  # a full disk: training continues without this checkpoint
             self._end((WRITTEN, step, name, *mark))
             self._do_without(step, error)
 
@@ -296,10 +296,11 @@ class CheckpointCollector:
     def _give_up(self, incoming: IncomingCheckpoint, reason: str) -> None:
         self._drop(incoming.step, CheckpointError(f"checkpoint {incoming.step} is abandoned: {reason}{self._missing(incoming)}"))
 
-    def _do_without(self, step: int, error: OSError) -> None:
+    def _do_without(self, step: int, error: OSError | DamagedError) -> None:
         """The checkpoint of ``step`` cannot be written, but the run can go on: those who wait for it get no error."""
         self._end((COMMITTED, step))
-        self._drop(step, CheckpointError(f"checkpoint {step} cannot be written: {error.strerror or error}"))
+        why = (isinstance(error, OSError) and error.strerror) or error
+        self._drop(step, CheckpointError(f"checkpoint {step} cannot be written: {why}"))
 
     def _drop(self, step: int, error: CheckpointError) -> None:
         """The checkpoint of ``step`` will never be complete: everything that waits for it gets ``error``."""

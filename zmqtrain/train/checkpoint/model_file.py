@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 
 from zmqtrain.durable import replace_file
-from zmqtrain.errors import CheckpointError
+from zmqtrain.errors import CheckpointError, DamagedError
 from zmqtrain.exchange.checkpoint_part import ALONE, ALONE_WRITTEN, unpack_manifest
 from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
 from zmqtrain.strict_json import dumps
@@ -62,10 +62,10 @@ class ModelFile:
                 except CheckpointError as error:
                     settle(future, CheckpointError(f"the model cannot be written: {error}"))
                     self._give_up(tag)
-                except OSError as error:  # a full disk
+                except (OSError, DamagedError) as error:  # a full disk
                     settle(future, None)
                     self._give_up(tag)
-                    self._failed(int(tag[1]), error.strerror or str(error))
+                    self._failed(int(tag[1]), (isinstance(error, OSError) and error.strerror) or str(error))
         finally:
             self._subscription.close()
             for future in self._written.values():
