@@ -429,8 +429,10 @@ class ElasticMembers:
         while True:
             view = membership.view
             living = self._living(view)
+            # Who had begun the step before the last change may be lost meanwhile. The next one comes no earlier even so.
+            begun = max(self._begun, self._plans[-1][0] - 1)
             try:
-                newest = await membership.agree("members", self._begun, tuple(living), version=view.version)
+                newest = await membership.agree("members", begun, tuple(living), version=view.version)
                 decision = await self._what_counts(view, living)
                 if self._apart:
                     sources = await self._find_sources(view, living)
