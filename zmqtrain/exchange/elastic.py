@@ -133,6 +133,7 @@ class ElasticMembers:
         self._first: int | None = None if membership.late else 0  # this process's first step, once it is known
         self._agreement: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
+        self._broken = asyncio.Event()  # set with the error
         self._changes: list[Change] = []
         self._prepare: Prepare | None = None
         self._enter: Callable[[], Awaitable[bool]] | None = None
@@ -305,6 +306,11 @@ class ElasticMembers:
         self._begun = step
         return True
 
+    async def broken(self) -> BaseException:
+        await self._broken.wait()
+        assert self._error is not None
+        return self._error
+
     async def begin(self, step: int, due: Callable[[], bool]) -> bool:
         await self.settled()
         while self._enter is not None and due() and not await self._enter():
@@ -413,7 +419,9 @@ class ElasticMembers:
         if task.cancelled():
             return
         self._error = task.exception()
-        if self._error is None:
+        if self._error is not None:
+            self._broken.set()
+        else:
             self._on_view(self._membership.view)  # which may have changed at the last moment
 
     async def settled(self) -> None:

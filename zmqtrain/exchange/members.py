@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -148,6 +149,10 @@ class Members(Protocol):
     async def settled(self) -> None:
         """Wait until it is known who trains the steps from now on. Raises the error that prevents it."""
 
+    async def broken(self) -> BaseException:
+        """Wait until it can no longer be agreed on who trains the steps from now on, and return the error."""
+        ...
+
     async def begin(self, step: int, due: Callable[[], bool]) -> bool:
         """As `release`, just before ``step`` begins: it may begin if ``due()`` then says so, which is returned."""
         ...
@@ -274,6 +279,10 @@ class FixedMembers:
 
     async def settled(self) -> None:
         return None
+
+    async def broken(self) -> BaseException:
+        await asyncio.Event().wait()
+        raise AssertionError("fixed members agree on nothing")
 
     async def begin(self, step: int, due: Callable[[], bool]) -> bool:
         return True

@@ -52,7 +52,7 @@ async def run_worker(context: RoleContext, *, task: Task | None = None, make_wor
 
         grid = GridRun(context, task)
         try:
-            await _train(context, grid.run(), lambda: grid.loop, lambda: grid.took_part, halted)
+            await _train(context, grid.run(), lambda: grid.loop, lambda: grid.took_part, halted, None)
         finally:
             await grid.close()
         await context.membership.leave()
@@ -61,7 +61,7 @@ async def run_worker(context: RoleContext, *, task: Task | None = None, make_wor
     work = await make_work(context, members, task)
     try:
         loop = TrainLoop(context, work, make_exchange(context, members, whole_updates=work.whole_updates), members)
-        await _train(context, loop.run(), lambda: loop, lambda: loop.took_part, halted)
+        await _train(context, loop.run(), lambda: loop, lambda: loop.took_part, halted, members)
     finally:
         await work.close(context.timeouts.grace_s)
     await context.membership.leave()
@@ -73,19 +73,26 @@ async def _train(
     current: Callable[[], TrainLoop | None],
     took_part: Callable[[], bool],
     halted: asyncio.Future[Mapping[str, Any]],
+    members: Members | None,
 ) -> None:
     """``current``: the loop that trains now, of those that ``training`` runs; ``None`` if this worker has nothing of the model.
-    ``took_part()``: whether this worker has had a part in the training."""
+    ``took_part()``: whether this worker has had a part in the training. ``members``: those of that loop, if there is but one."""
     life = asyncio.create_task(training, name=f"training of {context.role.peer}")
     over = asyncio.create_task(_over(context, took_part), name="wait for the end of training without this worker")
+    broken = [] if members is None else [asyncio.create_task(members.broken(), name="wait until nobody knows who takes part")]
     try:
-        ends: list[asyncio.Future[Any]] = [life, halted, over]
+        ends: list[asyncio.Future[Any]] = [life, halted, over, *broken]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if any(each.done() for each in broken):
+            # What it waits for may never come. But it may also be about to end, or to find that out by itself.
+            await asyncio.wait(ends[:3], timeout=context.timeouts.lost_s, return_when=asyncio.FIRST_COMPLETED)
         if life.done():
             await life
             return
         if over.done():
             raise TooLateError(context.role.peer, RUN_HAD_ENDED)
+        if broken and not halted.done():
+            raise broken[0].result()
         if (loop := current()) is None:
             raise _stopped(halted.result())
         await _halt(context, loop, life, halted.result())
@@ -100,7 +107,7 @@ async def _train(
             await _give_up(context, loop, error, failed=True)
         raise
     finally:
-        await abandoned([over])
+        await abandoned([over, *broken])
         if not life.done():
             life.cancel()
             await asyncio.wait({life})
