@@ -22,9 +22,11 @@ from benchmarks.patches import Patches, every
 from zmqtrain.data.division import Division
 from zmqtrain.data.slots import SlotPlan
 from zmqtrain.errors import UsageError
+from zmqtrain.exchange.averaging.contents import AveragedContents
 from zmqtrain.exchange.averaging.methods import Average, Outer
 from zmqtrain.exchange.elastic import ElasticMembers
 from zmqtrain.exchange.elastic_sums import ElasticSums
+from zmqtrain.exchange.gossip.contents import MixedContents
 from zmqtrain.exchange.server_changes import _Members
 from zmqtrain.exchange.state_source import NeighboursState
 from zmqtrain.membership.actions import Answer
@@ -285,6 +287,41 @@ def left_samples_forgotten(patches: Patches) -> None:
     patches.around(Division, "_left_by", lambda _: lambda *_args: [])
 
 
+def turns_left_out(patches: Patches) -> None:
+    """What groups with models of their own have left counts as trained."""
+
+    def make(got: Any) -> Any:
+        async def mutated(self: ElasticMembers, *args: Any) -> dict[str, int]:
+            return dict.fromkeys(await got(self, *args), 1 << 30)
+
+        return mutated
+
+    patches.around(ElasticMembers, "_how_far", make)
+
+
+def turns_taken_again(patches: Patches) -> None:
+    patches.around(MixedContents, "got", lambda _: lambda _self, _life: 0)
+
+
+def averaged_turns_taken_again(patches: Patches) -> None:
+    patches.around(AveragedContents, "got", lambda _: lambda _self, _life: 0)
+
+
+def left_turns_not_handed_over(patches: Patches) -> None:
+    def make(to_value: Any) -> Any:
+        return lambda self: [[since, members, first, []] for since, members, first, _ in to_value(self)]
+
+    patches.around(SlotPlan, "to_value", make)
+
+
+def copy_taken_for_another_model(patches: Patches) -> None:
+    patches.around(AveragedContents, "begin_with", lambda _: lambda _self, _known: None)
+
+
+def partner_not_believed(patches: Patches) -> None:
+    patches.around(MixedContents, "told", lambda _: lambda _self, _step: [])
+
+
 def sums_not_shared(patches: Patches) -> None:
     async def mutated(_self: ElasticSums, *_args: Any) -> bool:
         return True
@@ -515,6 +552,12 @@ MUTATIONS = (
     Mutation("an agreement gives the last value, not the largest", "allreduce", newest_value_not_largest, 7),
     Mutation("an agreement about an old view goes on", "allreduce", stale_view_believed, 6),
     Mutation("the others are not told who is back", "allreduce", member_forgotten, 3),
+    Mutation("what a lost group has left counts as trained", "gossip-epoch", turns_left_out, 1),
+    Mutation("what a lost group has given others is trained again", "gossip-epoch", turns_taken_again, 1),
+    Mutation("what a lost group's averages have had is trained again", "averaging-epoch", averaged_turns_taken_again, 1),
+    Mutation("a late group does not learn what others have left", "gossip-epoch", left_turns_not_handed_over, 3),
+    Mutation("a copy of a model is taken for another one", "averaging-epoch", copy_taken_for_another_model, 200),
+    Mutation("what a partner says of others is not believed", "gossip-epoch", partner_not_believed, 6),
     Mutation("means are divided by the workers that there were", "averaging", mean_divided_wrongly, 2),
     Mutation("an average counts before all have it", "averaging", average_counts_for_some, 22),
     Mutation("a late worker begins without the outer momentum", "averaging-outer", state_without_momentum, 3),

@@ -369,9 +369,10 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     "eval": ("An evaluation has ended", "`seconds`, and each metric"),
     "finish": (
         "A worker has trained its last step",
-        "`steps`, `group_samples`, `replica_spread` (largest difference of parameters)",
+        "`steps`, `group_samples`, `replica_spread` (largest difference of parameters), `batches` (gossip and averaging, if others "
+        "train what a lost group has left: those of all groups that count since the run began, or was resumed)",
     ),
-    "stopped": ("A worker has stopped on request, before this step", "`kept`: whether a checkpoint of it is kept"),
+    "stopped": ("A worker has stopped on request, before this step", "`kept`: whether a checkpoint of it is kept; `batches`"),
     "checkpoint": ("A worker has sent its part of a checkpoint", "`seconds`"),
     "checkpoint complete": ("All parts of a checkpoint are on disk", "`step`, `seconds`, `folder`"),
     "checkpoint late": ("Parts of a checkpoint are missing after a long time", "`step`, `reason`"),

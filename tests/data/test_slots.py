@@ -7,6 +7,7 @@ import random
 import pytest
 
 from zmqtrain.data.slots import Life, Slot, SlotPlan
+from zmqtrain.errors import ProtocolError
 
 A, B, C = ("worker/0", 1), ("worker/1", 2), ("worker/2", 3)
 
@@ -128,3 +129,26 @@ def test_each_slot_is_trained_once_whatever_happens(seed: int) -> None:
     while [life for life in list(at) if train(life)]:
         pass
     assert sorted(trained) == list(range(total))
+
+
+def test_a_worker_that_joins_has_the_plan_of_the_others() -> None:
+    plan = SlotPlan([A, B, C])
+    plan.change(4, [A, C], {B: (2, 3)})
+    plan.change(6, [A, C, ("worker/1", 9)], {})
+    copied = SlotPlan.from_value(plan.to_value())
+    assert copied.eras == plan.eras
+    for wrong in ([], None, [[1, []]], [[0, [], 0, []]], [[0, [["worker/0", 1]], 0, [[1, 2]]]], "worker"):
+        with pytest.raises(ProtocolError, match="does not say who trains which batches"):
+            SlotPlan.from_value(wrong)
+
+
+def test_what_is_done_is_what_was_taken_but_for_what_is_left() -> None:
+    plan = SlotPlan([A, B, C])
+    assert [plan.done(step) for step in range(3)] == [0, 3, 6]
+    plan.change(4, [A, C], {B: (2, 2)})  # of which the batches of two steps are left
+    assert [plan.done(step) for step in (4, 5, 6)] == [10, 12, 14]
+    plan.total = 13
+    assert [plan.done(step) for step in (5, 6, 7)] == [12, 13, 13]
+    assert [plan.first_step(life) for life in (A, B)] == [0, 0]
+    plan.change(6, [C, ("worker/1", 9)], {A: (6, 6)})
+    assert plan.first_step(("worker/1", 9)) == 6

@@ -149,7 +149,8 @@ def test_if_workers_cannot_reach_each_other_but_the_coordinator_sees_all_one_of_
 
 def test_an_agent_starts_its_lost_worker_again() -> None:
     _, heard = run([kill("worker/1", step=25)], job="restarts = 1")
-    assert [len(members) for _, members in heard.views["worker/0"]] == [3, 4]
+    # It may be back before the others have agreed to go on without it.
+    assert [len(members) for _, members in heard.views["worker/0"]] in ([3, 4], [4])
     assert heard.steps["worker/1"][-1] == STEPS - 1
 
 

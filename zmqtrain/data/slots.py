@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from zmqtrain.errors import ProtocolError
 from zmqtrain.net.endpoint import PeerId
+from zmqtrain.wire.payload import Value
 
 #: A worker's name, and the number that tells its processes apart (`zmqtrain.membership.view.Member.incarnation`).
 Life: TypeAlias = tuple[PeerId, int]
@@ -77,6 +79,50 @@ class SlotPlan:
         self.steps: int | None = None
         """The number of steps after which training ends, if that is known. Only what has been torn is still trained after them, so
         that each batch counts for all parameters or for none."""
+
+    @classmethod
+    def from_value(cls, value: object) -> SlotPlan:
+        """What `to_value` of another worker has returned. Raises `ProtocolError`."""
+        try:
+            rows: Any = value
+            eras = [
+                Era(
+                    int(since),
+                    tuple((str(peer), int(life)) for peer, life in members),
+                    int(first),
+                    tuple(Slot(int(number), tuple((int(life), int(step)) for life, step in torn)) for number, torn in left),
+                )
+                for since, members, first, left in rows
+            ]
+        except (TypeError, ValueError):
+            eras = []
+        if not eras or not all(era.members for era in eras):
+            raise ProtocolError(f"{value!r:.100} does not say who trains which batches")
+        plan = cls(eras[0].members, since=eras[0].since)
+        plan.eras = eras
+        return plan
+
+    def to_value(self) -> list[Value]:
+        """This plan without its end, for a worker that joins."""
+        return [
+            [
+                era.since,
+                [[peer, life] for peer, life in era.members],
+                era.first,
+                [[slot.number, [[life, step] for life, step in slot.torn]] for slot in era.left],
+            ]
+            for era in self.eras
+        ]
+
+    def first_step(self, life: Life) -> int:
+        """The first step in which this life has a part."""
+        return next(era.since for era in self.eras if life in era.members)
+
+    def done(self, step: int) -> int:
+        """The number of slots that are trained before ``step``, if those that others have left count as not trained."""
+        left, first = self.at(step).rest(step)
+        ended = first if self.total is None else min(first, self.total)
+        return ended - sum(self.total is None or slot.number < self.total for slot in left)
 
     def at(self, step: int) -> Era:
         """The era of ``step``."""

@@ -200,8 +200,9 @@ class Exchange(Protocol):
     exchanges                           allreduce          loop, sessions, checkpoints  steps whose gradients are only accumulated
     repeats                             model_server,      loop                         steps that are given up
                                         averaging
-    sit_out                             model_server       loop                         steps without a batch for this group
-    may_begin                           allreduce          loop                         what lost workers have left at the end
+    sit_out                             all but allreduce  loop                         steps without a batch for this group
+    may_begin                           all but            loop                         what lost workers have left at the end
+                                        model_server
     keep                                model_server       loop                         the servers' parts of a checkpoint
     read                                model_server       loop, sessions               the run's model, if servers have it
     leave                               model_server       loop, sessions               workers that have no more data

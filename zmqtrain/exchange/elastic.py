@@ -20,11 +20,12 @@ from typing import Protocol
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.data.division import Division, Span
-from zmqtrain.data.slots import Life, Slot, SlotPlan
+from zmqtrain.data.slots import Life, Progress, Slot, SlotPlan
 from zmqtrain.data.teams import Change as TeamsChange
 from zmqtrain.data.teams import Team, first_teams
 from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError, ViewChangedError
 from zmqtrain.events import Recorder
+from zmqtrain.exchange.contents import Contents, known_of, rows_of
 from zmqtrain.exchange.groups import Groups
 from zmqtrain.exchange.members import Change, Prepare, T, nearest_first
 from zmqtrain.membership.client import Membership
@@ -35,6 +36,8 @@ from zmqtrain.wire.payload import Value
 
 #: Members agree on numbers of at most 64 bits, so on so many workers at once.
 RANKS_AT_ONCE = 48
+#: In such a number, below the rank of a lost worker: how far it had got.
+_STEP_BITS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class ElasticMembers:
         groups: Sequence[Sequence[PeerId]] = (),
         apart: Sequence[Sequence[PeerId]] = (),
         repeats: bool = False,
+        takes_turns: bool = False,
     ) -> None:
         """
         Args:
@@ -103,8 +107,13 @@ class ElasticMembers:
             groups: those that form teams, if groups of several workers train batches of their own (`zmqtrain.data.teams`).
             apart: all groups, if these have several workers and models of their own: a group's steps count on all of it or on none.
             repeats: a group that has lost a worker trains the step once more that it had under way.
+            takes_turns: groups of one worker with models of their own train what a lost one has left.
         """
-        self.repeats = repeats
+        self.repeats, self.takes_turns = repeats, takes_turns
+        self._contents: Contents | None = None
+        self._missed: list[tuple[int, int, list[Life], dict[PeerId, int]]] = []
+        """Changes of those who take turns, of which this worker has no `slots` yet: the view's version, the first step, the
+        members, and how far the lost ones had got."""
         self.splits = bool(groups or apart)
         self._apart = [tuple(group) for group in apart]
         self._own = next((group for group in self._apart if endpoint.peer in group), ())
@@ -209,6 +218,9 @@ class ElasticMembers:
         if self.slots is None:
             units = [team.unit for team in self.teams] or list(self._plan(0)[1].items())
             self.slots = SlotPlan(units, since=since, first=first, left=[Slot(number) for number in left])
+            for _, step, lives, how_far in self._missed:
+                self._change_slots(self.slots, step, lives, how_far)
+            self._missed.clear()
         return self.slots
 
     def begin_division(self, since: int = 0, first: int | None = None, left: Sequence[Span] = ()) -> None:
@@ -222,14 +234,28 @@ class ElasticMembers:
                 division.change(step, list(others.items()), complete)
         self.division = division
 
-    def division_from(self, step: int) -> Value:
+    def take_over(self, contents: Contents) -> None:
+        self._contents = contents
+
+    def work_from(self, step: int) -> Value:
+        if self._contents is not None and self.slots is not None:
+            return [self._versions[-1], self.slots.to_value(), rows_of({**self._contents.known(), self._life: step})]
         if self.division is None:
             return None
         begun = step // self._every * self._every  # what was added up since then may be given up
         return [self._versions[-1], self.division.to_value(max(begun, self.division.eras[0].since))]
 
-    def take_division(self, step: int, value: Value) -> None:
+    def take_work(self, step: int, value: Value) -> None:
         match value:
+            case [int(version), [*eras], known] if self._contents is not None:
+                self._contents.begin_with(known_of(known))
+                self.begins, self.slots = step, SlotPlan.from_value(eras)
+                self.slots.steps, self.slots.total = self.limits
+                for newer, since, lives, how_far in self._missed:
+                    if newer > version:
+                        self._change_slots(self.slots, since, lives, how_far)
+                self._missed.clear()
+                return
             case [int(version), [*eras]] if self._divided is not None:
                 division = Division.from_value(eras, self._divided, self._usual)
             case _:
@@ -293,14 +319,16 @@ class ElasticMembers:
         if (team := self.team()) is not None:
             first = min(first, self.first_step(team))
         self._first = first
-        # Where samples are divided, there may be none for that step: then nobody begins it, and others may still take part in it.
-        self._begun = first - 1 if self.divides else first
+        # There may be nothing left to train for that step: then nobody begins it, and others may still take part in it.
+        self._begun = first - 1 if self._in_step else first
         self._on_view(self._membership.view)  # which may have changed in the meantime
         return first
 
     async def release(self, step: int) -> bool:
         await self.settled()
         end = None if self.division is None else self.division.end
+        if self.takes_turns and self.slots is not None:
+            end = self.slots.end
         if end is not None and step >= end:
             return False  # others may still take part from this step on, with what is left then
         self._begun = step
@@ -338,7 +366,7 @@ class ElasticMembers:
         if self._differs(view):  # the agreement about that begins at once
             await asyncio.sleep(0)
             return None
-        if self.divides:  # one that would take part from here on waits for a state, which it does not get
+        if self._in_step:  # one that would take part from here on waits for a state, which it does not get
             planned = self._plan(max(0, step - 1))[1]
             living = {peer: process for peer, process in living.items() if planned.get(peer) == process}
         try:
@@ -390,6 +418,11 @@ class ElasticMembers:
             self._agreement.cancel()
             await asyncio.wait({self._agreement})
         self._groups.close()
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether all train the same steps, of which lost workers may cause more."""
+        return self.divides or self.takes_turns
 
     def _plan(self, step: int) -> tuple[int, Mapping[PeerId, int]]:
         return next(plan for plan in reversed(self._plans) if plan[0] <= step)
@@ -444,6 +477,7 @@ class ElasticMembers:
                 decision = await self._what_counts(view, living)
                 if self._apart:
                     sources = await self._find_sources(view, living)
+                how_far = await self._how_far(view, living)
             except (PeerLostError, ViewChangedError) as error:
                 await self._newer(view, {}, (), error)
                 continue
@@ -458,6 +492,10 @@ class ElasticMembers:
             self._versions.append(decision.version)
             if self.division is not None:
                 self.division.change(step, list(living.items()), decision.newest)
+            if self.takes_turns and self.slots is not None:
+                self._change_slots(self.slots, step, list(living.items()), how_far)
+            elif self.takes_turns:
+                self._missed.append((decision.version, step, list(living.items()), how_far))
             if self._commits is not None:
                 self._commits.decide(decision)
             before = self._plans[-2][1]
@@ -472,7 +510,8 @@ class ElasticMembers:
 
     async def _what_counts(self, view: View, living: Mapping[PeerId, int]) -> Decision:
         """Agree on the newest step that counts. Without losses in the meantime, everybody gets the same answer."""
-
+        if self.takes_turns:  # groups' models are their own
+            return Decision(view.version, living, -1, "", lack=False)
         those, of = tuple(living), ""
         if self._apart:
             those, of = tuple(peer for peer in self._own if peer in living), f"/{self._own[0]}"
@@ -508,6 +547,38 @@ class ElasticMembers:
                 if source is not None and peer in living and peer not in there:
                     found[peer, living[peer]] = (source, living[source])
         return found
+
+    async def _how_far(self, view: View, living: Mapping[PeerId, int]) -> dict[PeerId, int]:
+        """Up to which steps what lost workers have trained is in the model of somebody who is there, if groups take turns. A worker
+        that is still waiting for a state cannot say who is lost, but learns it here."""
+        if not self.takes_turns:
+            return {}
+        members = self.slots.eras[-1].members if self.slots is not None else ()
+        gone = [life for life in members if living.get(life[0]) != life[1]]
+
+        async def agree(what: str, value: int) -> int:
+            return await self._membership.agree(f"members/{what}", value, tuple(living), version=view.version)
+
+        found = {}
+        for number in range(await agree("gone", len(gone))):
+            own = 0
+            if gone:
+                assert self._contents is not None, "take_over comes before the first step"
+                own = self._workers.index(gone[number][0]) << _STEP_BITS | self._contents.got(gone[number])
+            answer = await agree(f"gone/{number}", own)
+            found[self._workers[answer >> _STEP_BITS]] = answer & (1 << _STEP_BITS) - 1
+        return found
+
+    @staticmethod
+    def _change_slots(plan: SlotPlan, since: int, lives: Sequence[Life], how_far: Mapping[PeerId, int]) -> None:
+        """``how_far``: up to which step what a lost worker has trained counts."""
+        since = max(since, plan.eras[-1].since)
+        progress: dict[Life, Progress] = {}
+        for life in plan.eras[-1].members:
+            if life not in lives:
+                step = min(since, max(plan.first_step(life), how_far.get(life[0], 0)))
+                progress[life] = step, step
+        plan.change(since, lives, progress)
 
     async def _newer(
         self, view: View, planned: Mapping[PeerId, int], members: tuple[PeerId, ...], error: ConnectivityError

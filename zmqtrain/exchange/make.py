@@ -39,6 +39,7 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
             groups=all_groups if teams else (),
             apart=all_groups if apart else (),
             repeats=apart or (teams and exchange.policy == "sync"),
+            takes_turns=not script and takes_turns(context.topology),
         )
     return FixedMembers(context.endpoint, workers, timeout_s=context.timeouts.barrier_s)
 
@@ -47,6 +48,14 @@ def leaves_work(topology: Topology) -> bool:
     """Whether, in an elastic run, others train what a lost worker has left: a script's own loop does not."""
     kind = topology.exchange.kind
     return kind == "model_server" or (kind in ("averaging", "gossip") and topology.compute.group_size > 1)
+
+
+def takes_turns(topology: Topology) -> bool:
+    """Whether groups of one worker that have models of their own train what a lost one has left. Samples of the ring are lost with
+    the worker that has them; and a gradient that two have exchanged is part of no model yet."""
+    kind, own_model = topology.exchange.kind, topology.exchange.gossip.exchange == "weights"
+    models = kind == "averaging" or (kind == "gossip" and own_model)
+    return topology.elastic and models and topology.compute.group_size == 1 and topology.data.shuffle != "ring"
 
 
 def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool = False, script: bool = False) -> Exchange:

@@ -11,6 +11,7 @@ from zmqtrain.data.division import Division, Span
 from zmqtrain.data.slots import Life, Slot, SlotPlan
 from zmqtrain.data.teams import Change as TeamsChange
 from zmqtrain.data.teams import Team
+from zmqtrain.exchange.contents import Contents
 from zmqtrain.net.endpoint import Endpoint, PeerId
 from zmqtrain.wire.payload import Value
 
@@ -43,6 +44,9 @@ class Members(Protocol):
     """Whether all workers train in step, and divide the samples of each step anew whenever the members change: by `division`."""
     division: Division | None
     """Who trains which samples, once it has begun."""
+    takes_turns: bool
+    """Whether groups with models of their own, which train in step, take turns at batches: others train what a lost one has left.
+    Then there are `slots`, unless the data is a stream."""
 
     @property
     def teams(self) -> tuple[Team, ...]:
@@ -104,12 +108,17 @@ class Members(Protocol):
         """Begin `division`, if this run `divides` and it has not begun: with what is left at ``since``, if that is not what follows
         from the step alone."""
 
-    def division_from(self, step: int) -> Value:
-        """The `division` from ``step`` on, for a worker that joins; ``None`` if there is none."""
+    def work_from(self, step: int) -> Value:
+        """Who trains what from ``step`` on (the `division`, or the `slots` of those who take turns), for a worker that joins;
+        ``None`` if that follows from the step."""
         ...
 
-    def take_division(self, step: int, value: Value) -> None:
-        """Begin `division` with what another worker's `division_from` has returned. Raises `ProtocolError`."""
+    def take_work(self, step: int, value: Value) -> None:
+        """Begin with what another worker's `work_from` has returned. Raises `ProtocolError`."""
+
+    def take_over(self, contents: Contents) -> None:
+        """Whenever somebody of those who take turns is lost, ask what this worker's model contains of it. Call it before the first
+        step."""
 
     def spans(self, step: int) -> tuple[Span, ...]:
         """What this worker trains at ``step``, if there is a `division`. May be called in any thread."""
@@ -197,6 +206,7 @@ class FixedMembers:
     splits = False
     divides = False
     division: Division | None = None
+    takes_turns = False
 
     def __init__(self, endpoint: Endpoint, members: tuple[PeerId, ...], *, timeout_s: float) -> None:
         self._endpoint, self._members, self._timeout_s = endpoint, members, timeout_s
@@ -246,11 +256,14 @@ class FixedMembers:
     def begin_division(self, since: int = 0, first: int | None = None, left: Sequence[Span] = ()) -> None:
         return None
 
-    def division_from(self, step: int) -> Value:
+    def work_from(self, step: int) -> Value:
         return None
 
-    def take_division(self, step: int, value: Value) -> None:
+    def take_work(self, step: int, value: Value) -> None:
         raise AssertionError("fixed members do not join late")
+
+    def take_over(self, contents: Contents) -> None:
+        return None
 
     def spans(self, step: int) -> tuple[Span, ...]:
         raise AssertionError("fixed members take the samples that follow from the step")

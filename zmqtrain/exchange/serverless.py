@@ -26,7 +26,7 @@ class Serverless:
         return False
 
     async def sit_out(self, step: int) -> None:
-        raise AssertionError("only model servers give some groups batches, and others none")
+        raise AssertionError("all groups have a batch at each step")
 
     async def may_begin(self, step: int) -> bool:
         return True

@@ -139,7 +139,7 @@ class StateSource:
         send = self._endpoint.send
         about: dict[str, Value] = {_STEP: step, _TO: process, _EXCHANGE: list(own), _BESIDE: dict(values)}
         if self._members is not None:
-            about[_LEFT] = self._members.division_from(step)
+            about[_LEFT] = self._members.work_from(step)
         async with in_time(peer, "it to take the state that it has asked for", self._timeout_s):
             await send(peer, (_METHOD,), pack_manifest(tensors, about))
             for bucket in replica.buckets:
@@ -223,7 +223,7 @@ class NeighboursState:
                     f"{self.source} gives the state of step {about[_STEP]}, but this worker begins with {self._first}"
                 )
             if mine and about.get(_LEFT) is not None:
-                self._members.take_division(self._first, about[_LEFT])
+                self._members.take_work(self._first, about[_LEFT])
             for bucket in replica.buckets:
                 await self._receive((_METHOD, _PARAMETERS, bucket.index), bucket.parameters)
             for name in about[_EXCHANGE]:

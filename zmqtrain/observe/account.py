@@ -3,8 +3,10 @@
 A sample *counts* if its gradient is part of the model. Where all workers stay, what they have trained counts. If workers may be
 lost, what they report says too little: a report may be lost with its sender, or be about a step that was given up. Then it is
 counted where it is decided. Model servers say how many batches count for all of the model. With all-reduce the sums of a step are
-over the usual number of samples, unless workers say otherwise. With gossip and averaging what a group trains counts as long as
-somebody of it is there; of a group that is lost it counts up to the last exchange in which others have got it.
+over the usual number of samples, unless workers say otherwise. With gossip and averaging groups of one worker train what lost ones
+have left, and say at the end how many batches count. Otherwise (groups of several workers, gossip of gradients, scripts) what a
+group trains counts as long as somebody of it is there; of a group that is lost it counts up to the last exchange in which others
+have got it.
 
 If a run begins again from a checkpoint, what that holds counts once, and what was trained after it does not.
 """
@@ -39,6 +41,7 @@ class SampleAccount:
         self._counted: dict[int, int] = {}  # step of an exchange -> the number of samples that count in it, if it is not the usual
         self._served: dict[str, tuple[int, int]] = {}  # server -> the fewest and the most batches in one of its pieces
         self._shards: set[int] = set()  # those of which a server has said so
+        self._batches: int | None = None  # those that count, if groups with models of their own take turns at them
         self._left_out: dict[int, set[str]] = {}  # step of an exchange -> the members of whom somebody got nothing in it
         self._late: dict[str, set[int]] = {}  # worker -> the first steps of its lives
 
@@ -61,6 +64,8 @@ class SampleAccount:
             self._counted[int(event["step"])] = int(values["samples"])
         elif kind == "left_out":
             self._left_out.setdefault(int(event["step"]), set()).update(values["workers"])
+        elif kind in ("finish", "stopped") and values.get("batches") is not None:
+            self._batches = max(self._batches or 0, int(values["batches"]))
         elif kind == "server":
             self._shards.update(values.get("shards") or ())
             if values.get("batches") is not None:
@@ -104,7 +109,8 @@ class SampleAccount:
         batch, groups = compute.batch_size, compute.groups
         until = self._steps
         summed = topology.elastic and topology.exchange.kind == "allreduce"
-        whole = topology.elastic and (bool(self._served) or summed) and topology.job.steps is None and topology.job.until is None
+        divided = bool(self._served) or summed or self._batches is not None  # others train what lost workers have left
+        whole = topology.elastic and divided and topology.job.steps is None and topology.job.until is None
         if whole and done and self._planned is not None:
             until = self._planned  # in whole epochs; survivors need more steps of their own for these
         elif self._planned is not None:
@@ -127,6 +133,8 @@ class SampleAccount:
         elif not topology.elastic and topology.exchange.kind == "allreduce":
             added_up = min(until % topology.exchange.every_steps(groups), until - self._first)
             counted -= max(0, added_up) * groups * batch
+        elif self._batches is not None:
+            due, counted = due if self._due is None else self._due, self._batches * batch
         elif topology.elastic:
             counted = batch * sum(self._counted_steps(group, topology, until) for group in range(groups))
         due, counted = due + self._earlier, counted + self._earlier
@@ -206,7 +214,7 @@ class SampleAccount:
                 if whole
                 else ("the run's length is a number of steps: those in which workers were lost have fewer samples")
             )
-        if self._served and not whole:
+        if (self._served or self._batches is not None) and not whole:
             return "the run's length is a number of steps: fewer workers train fewer samples in as many steps"
         if self._served:
             return "model servers have not got them"

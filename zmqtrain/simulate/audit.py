@@ -148,6 +148,8 @@ class Auditor:
             self._ledger.combines(peer, int(cast(int, values["step"])), bucket, own)
         elif what == "summed":
             self._ledger.summed(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
+        elif what == "takes":
+            self._ledger.takes_turn(peer, int(cast(int, values["step"])), int(cast(int, values["slot"])))
         elif what == "counted":
             self._ledger.counted(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
         elif what == "model":

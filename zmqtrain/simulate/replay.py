@@ -6,6 +6,7 @@ knows the run's model, whoever was lost or came back.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -36,6 +37,7 @@ class Ledger:
         self._combined: dict[tuple[int, int], dict[tuple[PeerId, int], Numbers]] = {}  # step, group -> worker, bucket -> its own
         self._joined: dict[tuple[PeerId, int], PeerId] = {}  # a worker's first step -> whose state it began with
         self._takes: dict[tuple[PeerId, int], Sequence[Span]] = {}  # all-reduce: worker, step -> its samples
+        self._turns: dict[tuple[PeerId, int], int] = {}  # groups that take turns: worker, step -> its batch (`zmqtrain.data.slots`)
         self._mixed: dict[int, dict[PeerId, dict[int, tuple[PeerId, ...]]]] = {}  # gossip: step -> worker -> bucket -> sources
         self._models: dict[PeerId, tuple[Mapping[str, Numbers], Sequence[PeerId]]] = {}
 
@@ -46,6 +48,10 @@ class Ledger:
     def takes(self, peer: PeerId, step: int, spans: Sequence[Span]) -> None:
         """The worker trains these samples at a step."""
         self._takes[peer, step] = spans
+
+    def takes_turn(self, peer: PeerId, step: int, slot: int) -> None:
+        """The worker trains this batch at a step, of all that there are."""
+        self._turns[peer, step] = slot
 
     def counted(self, peer: PeerId, step: int, members: Sequence[PeerId]) -> None:
         """For ``peer``, the exchange of ``step`` was over ``members``."""
@@ -163,7 +169,7 @@ class Ledger:
         return [worker.peer for worker in self._placement.everyone]
 
     def _wrong_averages(self) -> Iterator[str]:
-        run = _Averaged(self._topology, self._placement)
+        run = _Averaged(self._topology, self._placement, self._turns)
         for step in self._steps(run):
             if step in self._counted:
                 run.combine(self._counted[step])
@@ -242,7 +248,7 @@ class Ledger:
             yield from self._wrong_model(run, peer, values, list(dict.fromkeys(map(self._first_of, members))))
 
     def _wrong_mixtures(self) -> Iterator[str]:
-        run = _Averaged(self._topology, self._placement)
+        run = _Averaged(self._topology, self._placement, self._turns)
         for step in self._steps(run):
             run.mix(self._mixed.get(step, {}))
         yield from self._wrong_models(run)
@@ -266,6 +272,17 @@ class Ledger:
     def _wrong_models(self, run: _Averaged) -> Iterator[str]:
         for peer, (values, members) in self._models.items():
             yield from self._wrong_model(run, peer, values, members)
+            if self._turns:
+                yield from self._wrong_batches(run, members)
+
+    def _wrong_batches(self, run: _Averaged, members: Sequence[PeerId]) -> Iterator[str]:
+        """Each batch counts once; but those of the last steps may count nowhere, or twice, if two groups were lost at once."""
+        times = Counter(slot for slot, _, _ in run.trained(members))
+        if twice := sorted(slot for slot, count in times.items() if count > 1):
+            yield f"batch {twice[0]} counts {times[twice[0]]} times, one of {len(twice)}"
+        due = 0 if self._total is None else self._total // self._topology.compute.batch_size
+        if missing := sorted({*range(due)} - {*times}):
+            yield f"{len(missing)} of {due} batches count nowhere, the first of which is {missing[0]}"
 
     @staticmethod
     def _wrong_model(run: _Averaged, peer: PeerId, values: Mapping[str, Numbers], members: Sequence[PeerId]) -> Iterator[str]:
@@ -278,8 +295,11 @@ class Ledger:
 class _Averaged:
     """All workers' models, in one process: arithmetic of its own, which shares nothing with that of the exchanges."""
 
-    def __init__(self, topology: Topology, placement: Placement) -> None:
-        self._averaging, self._groups = topology.exchange.averaging, topology.compute.groups
+    def __init__(self, topology: Topology, placement: Placement, turns: Mapping[tuple[PeerId, int], int] | None = None) -> None:
+        """``turns``: the batch that a worker has trained at a step, if it is not its group's own one."""
+        self._averaging, self._groups, self._turns = topology.exchange.averaging, topology.compute.groups, turns or {}
+        # What is in each model: batches, by whom they were trained, and at which step.
+        self._batches: dict[PeerId, frozenset[tuple[int, PeerId, int]]] = defaultdict(frozenset)
         self.layers = {
             layer.name: (index, small_numel(layer.numel))
             for index, layer in enumerate(worker_profile(topology).layers)
@@ -300,7 +320,15 @@ class _Averaged:
 
     def train(self, step: int, peers: Sequence[PeerId]) -> None:
         for peer in peers:
+            if self._turns and (peer, step) not in self._turns:  # it has none, while others have
+                continue
             self._models[peer] = self._models[peer] - self.gradients(peer, step)
+            if self._turns:
+                self._batches[peer] |= {(self._turns[peer, step], peer, step)}
+
+    def trained(self, members: Sequence[PeerId]) -> frozenset[tuple[int, PeerId, int]]:
+        """The batches that are in the models of these, and by whom they were trained, and when."""
+        return frozenset[tuple[int, PeerId, int]]().union(*(self._batches[peer] for peer in members))
 
     def train_on(self, peer: PeerId, spans: Sequence[Span]) -> None:
         self._models[peer] = self._models[peer] - self.gradients_of(spans)
@@ -311,7 +339,8 @@ class _Averaged:
 
     def gradients(self, peer: PeerId, step: int) -> Numbers:
         """The gradients that a worker computes at a step."""
-        parts = [gradient(self._ranks[peer], step, index, numel) for index, numel in self.layers.values()]
+        at, rank = divmod(self._turns[peer, step], self._groups) if self._turns else (step, self._ranks[peer])
+        parts = [gradient(rank, at, index, numel) for index, numel in self.layers.values()]
         return self._factor * np.concatenate(parts)
 
     def gradients_of(self, spans: Sequence[Span]) -> Numbers:
@@ -321,6 +350,7 @@ class _Averaged:
 
     def combine(self, members: Sequence[PeerId]) -> None:
         averaging, models, centers = self._averaging, self._models, self._centers
+        self._batches.update(dict.fromkeys(members, self.trained(members)))
         if averaging.method == "elastic":
             alpha = 0.9 / self._groups if averaging.alpha is None else averaging.alpha
             pulls = {peer: alpha * (models[peer] - centers[peer]) for peer in members}
@@ -342,7 +372,11 @@ class _Averaged:
     def mix(self, mixed: Mapping[PeerId, Mapping[int, Sequence[PeerId]]]) -> None:
         """Each of these workers takes the mean with others, bucket by bucket."""
         before = {peer: model.copy() for peer, model in self._models.items()}
+        had = dict(self._batches)
         for peer, buckets in mixed.items():
+            of_all = [source for source in next(iter(buckets.values()), ()) if all(source in each for each in buckets.values())]
+            if len(buckets) == len(self._parts):
+                self._batches[peer] = self._batches[peer].union(*(had.get(source, frozenset()) for source in of_all))
             for bucket, sources in buckets.items():
                 for part in self._parts[bucket]:
                     whole = sum((before[source][part] for source in sources), before[peer][part])
@@ -351,6 +385,7 @@ class _Averaged:
     def begin_like(self, peer: PeerId, source: PeerId) -> None:
         for kept in (self._models, self._centers, self._momenta):
             kept[peer] = kept[source].copy()
+        self._batches[peer] = self._batches[source]
 
     def model(self, members: Sequence[PeerId]) -> Numbers:
         """The run's model at the end."""

@@ -19,6 +19,7 @@ from typing import Any
 from zmqtrain.collectives.group import Group
 from zmqtrain.collectives.operations import all_reduce
 from zmqtrain.data.division import length_of
+from zmqtrain.data.slots import SlotPlan
 from zmqtrain.errors import CheckpointError, PeerLostError, TaskError, TooLateError, UsageError, ZmqTrainError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.base import Exchange, RunModel
@@ -120,6 +121,8 @@ class TrainLoop:
         members.limits = self._limits()
         if not members.late:
             members.begin_division(restored or 0)
+            if members.takes_turns and work.steps_per_epoch is not None:
+                members.begin_slots(restored or 0)
         work.connect(exchange.bucket_ready)
         self.step = first = await self._part.start(restored=restored)
         if self._begun is not None:
@@ -142,9 +145,11 @@ class TrainLoop:
             if members.division.steps is None and job.until is None and end is not None:
                 members.division.total = end * members.division.batch
         due = None if members.division is None else members.division.due(first)
+        if (turns := self._turns) is not None and turns.total is not None:
+            due = self._job_batch * (turns.total - turns.done(first))
         self._recorder.event("start", step=first, steps=self._steps(), due=due, restored=restored is not None, **work.describe())
         announce(self._context, work.shares, first)
-        elastic = self._part.served_elastically
+        elastic = members.slots is not None
         known = job.steps is not None or not (elastic or members.divides)  # otherwise losses may make it later
         stop_point.open(first, self._steps() if known else None)
         work.callbacks.parameters(first)
@@ -195,7 +200,11 @@ class TrainLoop:
             if passes:  # its team begins later
                 self.step += 1
                 work.after_step()
-            elif not await (self.exchange.may_begin(self.step) if members.slots is None else members.begin(self.step, self._due)):
+            elif not await (
+                self.exchange.may_begin(self.step)
+                if members.slots is None or members.takes_turns
+                else members.begin(self.step, self._due)
+            ):
                 continue
             else:
                 step = self.step
@@ -232,6 +241,11 @@ class TrainLoop:
             return steps, None
         return None, end * self._context.placement.groups
 
+    @property
+    def _turns(self) -> SlotPlan | None:
+        """Who trains which batches, if groups that have models of their own take turns at them."""
+        return self._members.slots if self._members.takes_turns else None
+
     def _more(self) -> bool:
         """Whether a change of the members has left this worker something to train."""
         plan, slot = self._members.slots, self._members.slot
@@ -246,7 +260,7 @@ class TrainLoop:
 
     def _sits_out(self, step: int) -> bool:
         """Whether this worker has to take part in a step in which it has nothing to train: groups that train in step stay so."""
-        return self.exchange.synchronous and self._members.sits_out(step)
+        return (self.exchange.synchronous or self._members.takes_turns) and self._members.sits_out(step)
 
     def _is_due(self, step: int) -> bool:
         every = self._job.checkpoint_steps
@@ -379,6 +393,8 @@ class TrainLoop:
         self._recorder.audit("begin_step", step=step)
         if self._members.divides:
             self._recorder.audit("divides", step=step, spans=self._members.spans(step))
+        if self._turns is not None and (slot := self._members.slot(step)) is not None:
+            self._recorder.audit("takes", step=step, slot=slot.number)
         self.exchange.begin_step(step)
         epoch = self.work.epoch(step)
         result = await self.work.train_step(step, ahead=not last, hand_over=self.exchange.exchanges(step))
@@ -445,6 +461,8 @@ class TrainLoop:
         members = self._members
         if members.division is not None:
             self._samples += members.division.size(step)
+        elif (turns := self._turns) is not None:
+            self._samples += self._job_batch * sum(turns.slot(step, life) is not None for life in turns.at(step).members)
         else:
             groups = len(members.teams) or len({self._context.placement.role(peer).group for peer in members.at(step)})
             self._samples += groups * self._job_batch
@@ -557,7 +575,8 @@ class TrainLoop:
             checkpoint = work.keeps and step > 0 and bool(job.checkpoint_every)
             await self._have_servers_keep(step, save=checkpoint, last=True)
             # Also of those who have come when there was nothing left to train.
-            members_since = step if members.slots is None else max(step, members.slots.eras[-1].since + 1)
+            served = None if members.takes_turns else members.slots
+            members_since = step if served is None else max(step, served.eras[-1].since + 1)
             state = await members.together("last", members_since, self._last)
             if step > 0:
                 await self._send_model(step, state, alone=not checkpoint)
@@ -568,11 +587,13 @@ class TrainLoop:
         await self._part.stop()
         if self._failure is not None:
             raise self._failure
+        turns = self._turns
+        done = {} if turns is None else {"batches": turns.done(self.step) - turns.done(turns.eras[0].since)}
         if early:
-            self._recorder.event("stopped", step=step, kept=kept)
+            self._recorder.event("stopped", step=step, kept=kept, **done)
             return
-        samples = self.work.trained(self.step) // self._context.placement.groups
-        self._recorder.event("finish", step=self.step, steps=self.step, group_samples=samples, replica_spread=self._part.spread)
+        samples, spread = self.work.trained(self.step) // self._context.placement.groups, self._part.spread
+        self._recorder.event("finish", step=self.step, steps=self.step, group_samples=samples, replica_spread=spread, **done)
 
     async def _wait_for_last(self, step: int) -> None:
         """Wait until the final checkpoint is on disk. In a run that survives losses, a failure to write it is only recorded."""

@@ -69,7 +69,7 @@ class ModelledWork:
             contents = PhantomContents(topology.data.sample_size or 0)
             self._ring = ring_loader(context, self._profile.samples, members, contents, AtOnce())
         if isinstance(self._memory, SmallMemory) and members.survives:
-            if topology.exchange.kind == "model_server":
+            if topology.exchange.kind == "model_server" or members.takes_turns:
                 self._memory.place = self._place
             if members.divides:
                 self._memory.spans = members.spans

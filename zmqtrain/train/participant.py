@@ -98,9 +98,9 @@ class Participant:
 
     @property
     def served_elastically(self) -> bool:
-        """Whether workers may be lost, and others train what they have left: then it may turn out at the end that there is more to
-        train."""
-        return self.members.slots is not None
+        """Whether model servers stay when workers are lost, and others train what these have left: then it may turn out at the end
+        that there is more to train."""
+        return self.members.slots is not None and not self.members.takes_turns
 
     async def all_trained(self, more: Callable[[], bool]) -> int | None:
         """This worker had nothing more to train. Returns when that is so of all, with the largest of their steps; or ``None``:

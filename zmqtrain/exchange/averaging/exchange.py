@@ -17,6 +17,7 @@ from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import PATIENCE_S, spread
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.averaging.alike import require_alike
+from zmqtrain.exchange.averaging.contents import AveragedContents
 from zmqtrain.exchange.averaging.fragments import Fragments
 from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer, copy_of
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
@@ -128,6 +129,8 @@ class AveragingExchange(Serverless):
         self._restored: dict[str, Payload] = {}
         self._overlap = overlap
         self._step = 0
+        self._released = -1  # the newest step that may begin
+        self._contents = AveragedContents() if self._members.takes_turns else None
         if self._own is not None:
             assert self._rounded is None, "rounding errors belong to parts"
             self._all_groups = tuple(map(tuple, all_groups))
@@ -177,6 +180,9 @@ class AveragingExchange(Serverless):
         self._replica = replica
         replica.optimize(Optimize.APART)
         members = self._members
+        if self._contents is not None:
+            self._contents.begin(bucket.index for bucket in replica.buckets)
+            members.take_over(self._contents)
         if self._source is not None:
             (self._source.serve if self._own is None else self._source.serve_groups)(members)
         if not restored and not members.late:
@@ -209,6 +215,7 @@ class AveragingExchange(Serverless):
         await state.take(replica, place)
         self._restored = came
         self._resume_flights()
+        self._released = first if await members.release(first) else first - 1
         self._recorder.audit("joined", step=first, source=state.source)
         if self._source is not None:
             self._source.begin()
@@ -242,24 +249,40 @@ class AveragingExchange(Serverless):
                 self._replica_started().parameters_ready(bucket)
             return
         await self._average(self._step)
-        await self._members.release(self._step + 1)
-        await self._give(self._step + 1)
+        await self.may_begin(self._step + 1)
+
+    async def may_begin(self, step: int) -> bool:
+        if step > self._released:
+            if not await self._members.release(step):
+                return False
+            self._released = step
+            await self._give(step)
+        return True
+
+    async def sit_out(self, step: int) -> None:
+        """Take part in the averages of a step with the model as it is."""
+        assert self._members.takes_turns, "a group without a batch is in step only if groups take turns"
+        await self._under_way.settle()
+        self._step = step
+        await self._average(step, trained=False)
+        await self._under_way.settle()
+        await self.may_begin(step + 1)
 
     def repeats(self, step: int) -> bool:
         return self._own is not None and self._own.given_up
 
-    async def _average(self, step: int) -> None:
-        """Update the model, and begin and end the averages that begin and end with this step."""
+    async def _average(self, step: int, *, trained: bool = True) -> None:
+        """Update the model, if it was ``trained``, and begin and end the averages that begin and end with this step."""
         replica, fragments = self._replica_started(), self._fragments
         alone = self._groups.column.size == 1
         ending = [] if alone else [b for b in replica.buckets if b.index in self._flights and fragments.ends(step, b.index)]
         beginning = [] if alone else [b for b in replica.buckets if fragments.begins(step, b.index)]
         if fragments.delay == 0:
             ending = beginning
+        if trained:
+            await replica.update(hold=bool(ending or beginning))
         if not ending and not beginning:
-            await replica.update()
             return
-        await replica.update(hold=True)
         await self._begin(beginning, step)
         held = {bucket.index for bucket in ending}
         self._under_way.begin(step, len(ending))
@@ -369,6 +392,9 @@ class AveragingExchange(Serverless):
 
         group = await self._members.together(f"average/{step}", step + 1, attempt)
         self._recorder.audit("counted", step=step, members=list(group.members))
+        if self._contents is not None:
+            lives = [(peer, self._members.incarnation(peer, step) or 0) for peer in group.members]
+            self._contents.averaged(flights, step, lives)
         if left_out := [peer for peer in self._members.at(step) if peer not in group.members]:
             self._recorder.event("left_out", step=step, workers=list(left_out))
 

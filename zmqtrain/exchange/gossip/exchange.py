@@ -29,6 +29,7 @@ from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.elastic_sums import GroupSums
+from zmqtrain.exchange.gossip.contents import MixedContents
 from zmqtrain.exchange.gossip.distance import Distance
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
 from zmqtrain.exchange.gossip.teams import TeamGossip
@@ -111,6 +112,8 @@ class GossipExchange(Serverless):
         self._own = sums if isinstance(sums, GroupSums) else None  # if the group may lose some of its workers
         self._early = settings.by_bucket and (group.size == 1 or not weights) and self._own is None
         self._left_out: set[tuple[int, PeerId]] = set()  # step, group: of what it has got nothing, and has said so
+        self._contents = MixedContents() if members.takes_turns else None
+        self._released = -1  # the newest step that may begin
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._sum = GradientSum(sums, self._recorder, self._abort, overlap=settings.overlap)
         self._arithmetic = Arithmetic("zmqtrain-gossip")
@@ -183,6 +186,8 @@ class GossipExchange(Serverless):
         replica.optimize(self._when)
         self._in_turn = self._settings.buckets.divides(sum(bucket.parameters.nbytes for bucket in replica.buckets))
         members = self._members
+        if self._contents is not None:
+            members.take_over(self._contents)
         (self._source_of_state.serve if self._own is None else self._source_of_state.serve_groups)(members)
         first = None
         if members.late:
@@ -197,6 +202,7 @@ class GossipExchange(Serverless):
         state = NeighboursState(self._endpoint, self._members, timeout_s=timeout_s)
         first = await (state.join() if self._own is None else state.join_group())
         await state.take(replica)
+        self._released = first if await self._members.release(first) else first - 1
         self._recorder.audit("joined", step=first, source=state.source)
         self._source_of_state.begin()
         if self._own is not None:  # others of its group may have come with the same step
@@ -213,17 +219,23 @@ class GossipExchange(Serverless):
 
     def begin_step(self, step: int) -> None:
         buckets = self._replica_started().buckets
-        self._step = step
-        self._partners = self._partners_at(step)
-        measured = step % DISTANCE_EVERY == 0 and self._partners is not None and bool(self._partners.sources)
-        self._distance = Distance(len(buckets)) if measured else None
-        self._traded = [asyncio.Event() for _ in buckets]
+        self._begin_exchange(step)
         if self._own is not None:
             self._own.begin(step)
         else:
             self._under_way.begin(step, len(buckets))
         if not self._early:
             self._sum.begin(step, len(buckets))
+
+    def _begin_exchange(self, step: int) -> None:
+        buckets = self._replica_started().buckets
+        self._step = step
+        if self._contents is not None:
+            self._contents.begin(step)
+        self._partners = self._partners_at(step)
+        measured = step % DISTANCE_EVERY == 0 and self._partners is not None and bool(self._partners.sources)
+        self._distance = Distance(len(buckets)) if measured else None
+        self._traded = [asyncio.Event() for _ in buckets]
 
     def bucket_ready(self, bucket: Bucket) -> None:
         if self._early:
@@ -242,8 +254,27 @@ class GossipExchange(Serverless):
             await self._under_way.all_added()
             if not self._settings.overlap:
                 await self._under_way.settle()
-        await self._members.release(self._step + 1)
-        await self._give(self._step + 1)
+        await self.may_begin(self._step + 1)
+
+    async def may_begin(self, step: int) -> bool:
+        if step > self._released:
+            if not await self._members.release(step):
+                return False
+            self._released = step
+            await self._give(step)
+        return True
+
+    async def sit_out(self, step: int) -> None:
+        """Exchange the model as it is."""
+        assert self._members.takes_turns, "a group without a batch is in step only if groups take turns"
+        await self.settle()
+        self._begin_exchange(step)
+        buckets = self._replica_started().buckets
+        self._under_way.begin(step, len(buckets))
+        for bucket in buckets:
+            self._under_way.add(bucket)
+        await self.settle()
+        await self.may_begin(step + 1)
 
     def repeats(self, step: int) -> bool:
         return self._repeats
@@ -350,6 +381,8 @@ class GossipExchange(Serverless):
             for number, (start, stop) in enumerate(slices):
                 if there(partners.to, step):
                     leaving = outgoing.part(start, stop)
+                    if self._contents is not None:
+                        leaving = leaving.with_meta(self._contents.told(step))
                     await self._arithmetic.do(partial(leaving.copy_, part.part(start, stop)), leaving)
                     copied[number].set()
                     await self._send(index, partners.to, ("gossip", step, index, number), leaving)
@@ -402,7 +435,12 @@ class GossipExchange(Serverless):
         timeout_s = self._settings.timeout_s
         with self._recorder.span(f"receive bucket {tag[2]} of {source}", "receive", step=int(tag[1])), self._survived():
             async with in_time(source, f"bucket {tag[2]} of step {tag[1]}", timeout_s):
-                received.append(await self._endpoint.receive(source, tag))
+                payload = await self._endpoint.receive(source, tag)
+                if self._contents is not None:  # it is averaged in any case
+                    step = int(tag[1])
+                    life = source, self._members.incarnation(source, step) or 0
+                    self._contents.came(life, step, payload.meta, of=len(self._traded))
+                received.append(payload)
                 came.append(source)
 
     def _survived(self) -> suppress:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.ledger import Promise
-from zmqtrain.data.partition import Partition
+from zmqtrain.data.partition import Partition, Since
 from zmqtrain.errors import CheckpointError
 from zmqtrain.train.course import Course
 
@@ -63,6 +63,9 @@ class Batches(Protocol):
     def used(self, step: int) -> None:
         """Called when the batch of ``step`` has been computed."""
 
+    common: bool
+    """Whether the `state_dict` of one worker is that of all."""
+
     def state_dict(self) -> dict[str, Any] | None:
         """How far the worker has got in its data, if that does not follow from the step alone; otherwise ``None``."""
         ...
@@ -74,15 +77,17 @@ class Batches(Protocol):
         """Which samples a step takes: what `take_course` needs, also in a run with other groups or batches."""
         ...
 
-    def take_course(self, course: Course, step: int, *, left: bool) -> None:
-        """Go on with ``step`` where the run was whose `course` this is. ``left``: its `state_dict` said more of that than the step.
-        Call it before `load_state_dict`. Raises `CheckpointError` if this run's steps cannot begin there."""
+    def take_course(self, course: Course, step: int, state: object) -> None:
+        """Go on with ``step`` where the run was whose `course` this is, and whose `state_dict` was ``state``. Call it before
+        `load_state_dict`. Raises `CheckpointError` if this run's steps cannot begin there."""
 
     async def close(self, timeout_s: float) -> None: ...
 
 
 class Counted:
     """What batches from a known number of samples have in common."""
+
+    common = False
 
     def __init__(self, partition: Partition, promise: Promise) -> None:
         self.samples: int | None = partition.samples
@@ -106,18 +111,22 @@ class Counted:
         mine = self._partition
         return Course(mine.groups, mine.batch_size, mine.since)
 
-    def take_course(self, course: Course, step: int, *, left: bool) -> None:
+    def take_course(self, course: Course, step: int, state: object) -> None:
         mine, since = self._partition, course.begins
         if course.divides_as(self.course()):
             self._partition = replace(mine, since=since)
             return
-        if left:
+        was = replace(mine, groups=course.groups, batch_size=course.batch_size, group_size=1, since=since)
+        self._partition = replace(mine, since=self._going_on(was, course, step, state))
+
+    def _going_on(self, was: Partition, course: Course, step: int, state: object) -> Since:
+        """Where ``step`` begins after a run with other batches, which ``was`` says."""
+        if state is not None:
             raise CheckpointError(
                 f"the checkpoint was written when workers had been lost, and what these had left is counted in the batches of "
                 f"{course}: resume with these, or from an earlier checkpoint"
             )
-        was = replace(mine, groups=course.groups, batch_size=course.batch_size, group_size=1, since=since)
-        self._partition = replace(mine, since=was.going_on(step))
+        return was.going_on(step)
 
     def group_samples(self, step: int) -> float | None:
         return None

@@ -23,6 +23,8 @@ class DividedBatches(Counted):
     """Implements `Batches` with `Partition` and `zmqtrain.data.division`: all workers divide the samples of each step anew whenever
     the members change."""
 
+    common = True
+
     def __init__(
         self,
         context: RoleContext,

@@ -34,7 +34,7 @@ def make_batches(
         return StreamBatches(context, source, shares, finish, thread, processes)
     if context.topology.data.shuffle == "ring":
         return RingBatches(context, source, partition.samples, members, finish, thread)
-    if members.survives and context.topology.exchange.kind == "model_server":
+    if members.takes_turns or (members.survives and context.topology.exchange.kind == "model_server"):
         return SlottedBatches(context, source, partition, members, finish, thread, processes)
     if members.divides:
         return DividedBatches(context, source, partition, members, finish, thread, processes)

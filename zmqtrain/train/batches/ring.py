@@ -27,6 +27,8 @@ from zmqtrain.train.shares import in_step
 class RingBatches:
     """Implements `Batches` with `RingLoader`."""
 
+    common = False
+
     def __init__(
         self, context: RoleContext, source: Source, samples: int, members: Members, finish: Finish, thread: Background
     ) -> None:
@@ -60,7 +62,7 @@ class RingBatches:
     def course(self) -> Course:
         return Course(self._ring.peers, self._ring.batch_size, self._since)
 
-    def take_course(self, course: Course, step: int, *, left: bool) -> None:
+    def take_course(self, course: Course, step: int, state: object) -> None:
         """With other groups or batches the ring is divided anew, so only between two laps."""
         since = course.begins
         if not course.divides_as(self.course()):

@@ -1,4 +1,4 @@
-"""Batches that workers take by turns, so that others train what a lost one has left: with model servers."""
+"""Batches that groups take by turns, so that others train what a lost one has left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zmqtrain.data.background import Background
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.ledger import Promise
 from zmqtrain.data.loader import Fetch, Finish, Loader
-from zmqtrain.data.partition import Indices, Partition, even_bounds
+from zmqtrain.data.partition import Indices, Partition, Since, even_bounds
 from zmqtrain.data.processes import Processes
 from zmqtrain.data.source import Source
 from zmqtrain.errors import CheckpointError
@@ -16,11 +16,14 @@ from zmqtrain.exchange.members import Members
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.train.batches.base import OTHER_DATA, Counted
 from zmqtrain.train.batches.reading import reader_of
+from zmqtrain.train.course import Course
 
 
 class SlottedBatches(Counted):
     """Implements `Batches` with `Partition` and `zmqtrain.data.slots`: each worker has a whole group's batch, or its share of
     one if it has a team, and which one depends on who was lost."""
+
+    common = True
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class SlottedBatches(Counted):
         super().__init__(partition, Promise.of_dataset(source, partition, survives=True))
         self._members = members
         self._next = 0
+        self._begins_anew = False  # with other batches than those in which a checkpoint counts
         self._loader = Loader(
             Fetch(reader_of(source), finish),
             self._indices,
@@ -87,8 +91,17 @@ class SlottedBatches(Counted):
             return None
         return {"step": step, "first": first, "left": [slot.number for slot in left]}
 
-    def load_state_dict(self, state: object) -> None:
+    def _going_on(self, was: Partition, course: Course, step: int, state: object) -> Since:
         match state:
+            case {"first": int(first), "left": []}:  # the others have trained all that lost ones had left
+                self._begins_anew = True
+                at, group = divmod(first, was.groups)
+                epoch, offset = was.place(at)
+                return Since(step, epoch, offset + group * was.batch_size, was.trained(at) + group * was.batch_size)
+        return super()._going_on(was, course, step, state)
+
+    def load_state_dict(self, state: object) -> None:
+        match None if self._begins_anew else state:
             case None:
                 return
             case {"step": int(step), "first": int(first), "left": [*left]} if all(isinstance(number, int) for number in left):

@@ -31,6 +31,8 @@ class StreamBatches:
     samples: int | None = None
     steps_per_epoch: int | None = None
 
+    common = False
+
     def __init__(
         self, context: RoleContext, source: Source, shares: Shares, finish: Finish, thread: Background, processes: Processes | None
     ) -> None:
@@ -85,7 +87,7 @@ class StreamBatches:
     def course(self) -> Course:
         return self._course
 
-    def take_course(self, course: Course, step: int, *, left: bool) -> None:
+    def take_course(self, course: Course, step: int, state: object) -> None:
         """Other groups go on only where all read the whole stream, and take as many samples of it in a step as before."""
         was, now = course.samples, self._course.samples
         if course == self._course or (was == now and not self._apart):

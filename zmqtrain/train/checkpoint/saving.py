@@ -71,13 +71,16 @@ _Put = Callable[[str, Mapping[str, Tensor], Mapping[str, Any]], Awaitable[None]]
 class Keeps(Protocol):
     """A position in data (`zmqtrain.train.batches.Batches`)."""
 
+    @property
+    def common(self) -> bool: ...
+
     def state_dict(self) -> dict[str, Any] | None: ...
 
     def load_state_dict(self, state: object) -> None: ...
 
     def course(self) -> Course: ...
 
-    def take_course(self, course: Course, step: int, *, left: bool) -> None: ...
+    def take_course(self, course: Course, step: int, state: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +260,7 @@ class Saver:
         course = _course_of(own)
         if self.data is not None and course is not None:
             with taking_back(own.name):
-                self.data.take_course(course, own.step, left=own.sidecar.get("data") is not None)
+                self.data.take_course(course, own.step, own.sidecar.get("data"))
 
     def _groups_of(self, own: Part) -> int:
         """The number of groups of the run that wrote the checkpoint."""
@@ -423,7 +426,7 @@ class Saver:
                 recut.load_into(exchange)
             else:
                 exchange.load_state_dict(state)
-            if self.data is not None and self.kind == "allreduce":  # all go on at the same place
+            if self.data is not None and self.data.common:
                 self.data.load_state_dict(own.sidecar.get("data"))
 
     @property
