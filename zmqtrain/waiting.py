@@ -34,6 +34,20 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise first_error(group) from None
 
 
+@asynccontextmanager
+async def once_set(event: asyncio.Event, then: Callable[[], None]) -> AsyncIterator[None]:
+    """A context within which ``then()`` is called once the event is set."""
+
+    async def wait() -> None:
+        await event.wait()
+        then()
+
+    async with task_group() as tasks:
+        waiting = tasks.create_task(wait())
+        yield
+        waiting.cancel()
+
+
 async def abandoned(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel all of them, and wait until they have ended. Their errors count as retrieved: nobody waits for them any more."""
     cancelled = list(tasks)

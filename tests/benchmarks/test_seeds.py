@@ -13,6 +13,7 @@ SEEDS = {
     "one of those who agree was given a newer view than the others were told": ("allreduce", 9000076),
     "a flipped bit in what comes before a state": ("gossip", 9000207),
     "the next change of the members came before the last one": ("allreduce", 20000073),
+    "servers waited for a worker that had come too late, and told nobody what they had": ("servers-bounded", 20000140),
     "nobody knew any more who takes part, and a worker waited on": ("teams-sync", 20000002),
 }
 

@@ -62,3 +62,14 @@ async def test_another_process_of_one_that_has_finished_has_not() -> None:
     assert not lives.ended
     lives.finish("worker/0", 20)
     assert lives.ended
+
+
+async def test_who_has_come_too_late_is_not_waited_for_when_all_have_left() -> None:
+    """It had a part in the change, but left before it began, and told no server."""
+    lives = Lives(Groups(), [[worker] for worker in WORKERS[:2]], [0, [["worker/0", 10], ["worker/1", 11]], 0, []])
+    await lives.drop("worker/1", 11)
+    await lives.change(from_step(14, {"worker/0": 10, "worker/1": 21}))
+    lives.finish("worker/0", 10)
+    assert not lives.ended
+    lives.finish_all()
+    assert lives.ended

@@ -19,6 +19,7 @@ from zmqtrain.merged_fc.server import FcServer, FcSettings
 from zmqtrain.server.role import CoordinatorCheckpoints
 from zmqtrain.server.staleness import Policy
 from zmqtrain.train.checkpoint.folder import MODEL
+from zmqtrain.waiting import once_set
 
 if TYPE_CHECKING:
     from zmqtrain.merged_fc.torch_executor import TorchExecutor
@@ -104,7 +105,10 @@ async def _serve(context: RoleContext, executor: Executor, first_step: int) -> N
         context.membership.on_view(server.seats.heed)
         server.seats.heed(context.membership.view)  # to build the layers has taken a while
         context.membership.on_halt(server.seats.halt)
-    await server.run()
+        async with once_set(context.membership.finished, server.seats.finish_all):
+            await server.run()
+    else:
+        await server.run()
     if divides:
         await leading.finish()
 

@@ -252,6 +252,12 @@ class FcSeats:
         if self._view is not None:
             self.heed(self._view)
 
+    def finish_all(self) -> None:
+        """All workers have left."""
+        if self._lives is not None:
+            self._lives.finish_all()
+            self.maybe_end()
+
     @property
     def ended(self) -> bool:
         """Whether all workers have finished."""

@@ -167,6 +167,10 @@ class Lives:
         if self.training.get(peer) == life:
             self.finished.add(peer)
 
+    def finish_all(self) -> None:
+        """All workers have left. Whoever has not said before that it needs this server no more came too late to train."""
+        self.finished.update(self.training)
+
     def history(self) -> Value:
         """The beginning, and all changes since."""
         changes: list[Value] = [change.to_value() for change in self._changes]

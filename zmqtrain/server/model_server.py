@@ -200,6 +200,12 @@ class ModelServer:
             for peer, life in self._seen.gone(view, self._lives.training):
                 self._background.run(self._drop(self._lives, peer, life))
 
+    def finish_all(self) -> None:
+        """All workers have left."""
+        if self._lives is not None:
+            self._lives.finish_all()
+            self._maybe_end()
+
     def halt(self, reason: Mapping[str, Any]) -> None:
         """The run must stop. (A server whose workers may be lost would wait for others to come.)"""
         peer = str(reason.get("peer", "worker"))

@@ -155,6 +155,9 @@ class ReplicatedServer:
     async def _finish(self) -> None:
         """Once all workers have left: nobody needs a copy that is still being made, or the end of one whose server has ended."""
         await self._membership.finished.wait()
+        followed = [follower.copy for follower in self._followers.values() if follower.copy is not None]
+        for copy in (*(head.copy for head in self._heads.values()), *followed):
+            copy.lives.finish_all()
         for head in self._heads.values():
             head.finished()
         self.maybe_end()

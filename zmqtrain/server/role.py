@@ -13,6 +13,7 @@ from zmqtrain.net.endpoint import Endpoint
 from zmqtrain.server.model_server import ModelServer
 from zmqtrain.server.replicated import ReplicatedServer
 from zmqtrain.server.settings import ServerSettings
+from zmqtrain.waiting import once_set
 from zmqtrain.wire.payload import Value
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -86,7 +87,10 @@ async def run_server(context: RoleContext) -> None:
     server = ModelServer(
         context.endpoint, settings, recorder=context.recorder, checkpoints=checkpoints, arena=context.arena
     )  # fmt: skip
-    if settings.elastic:
-        context.membership.on_view(server.heed)
-        context.membership.on_halt(server.halt)
-    await server.run()
+    if not settings.elastic:
+        await server.run()
+        return
+    context.membership.on_view(server.heed)
+    context.membership.on_halt(server.halt)
+    async with once_set(context.membership.finished, server.finish_all):
+        await server.run()
