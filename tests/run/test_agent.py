@@ -235,7 +235,8 @@ KILLED = ("exited", -9, None, False)
 
 
 def again(left: int) -> tuple[Any, ...]:
-    return ("log", f"worker/0 was lost and is started again (at most {left} more times)\n")
+    more = {0: "for the last time", 1: "after that at most 1 time"}[left]
+    return ("log", f"worker/0 was lost and is started again ({more})\n")
 
 
 TOLD = ("halts", "the agent of h1 was told to end (SIGTERM)", 143)

@@ -27,6 +27,7 @@ from zmqtrain.membership.agent_link import LEAVES
 from zmqtrain.run.preemption import PREEMPT
 from zmqtrain.run.report import LOG
 from zmqtrain.waiting import abandoned, task_group
+from zmqtrain.words import counted
 
 if TYPE_CHECKING:
     from zmqtrain.membership.agent_link import AgentLink
@@ -201,7 +202,8 @@ class Agent:
         left = topology.job.restarts if topology.elastic and comes_back else 0
         while not await self._live_once(role, again=left > 0) and left and not self._stopping.is_set():
             left -= 1
-            self._printed(role.peer, f"{role.peer} was lost and is started again (at most {left} more times)\n")
+            more = f"after that at most {counted(left, 'time')}" if left else "for the last time"
+            self._printed(role.peer, f"{role.peer} was lost and is started again ({more})\n")
 
     async def _live_once(self, role: RolePlacement, *, again: bool) -> bool:
         """Returns whether it ended by itself: successfully, or by an error of its own. Otherwise a new process may succeed;
