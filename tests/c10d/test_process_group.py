@@ -500,7 +500,7 @@ def test_a_rank_of_another_host_that_is_late_or_gone_is_named() -> None:
     with pytest.raises(PeerTimeoutError, match=r"while waiting for all_reduce .*raise timeout= of init_process_group"):
         one.allreduce([torch.ones(8)]).wait()
     one.abort()
-    with pytest.raises((PeerLostError, PeerTimeoutError), match="rank 0"):
+    with pytest.raises((PeerLostError, MismatchError), match="rank 0"):  # whatever it has heard first
         other.barrier().wait()
     other.abort()
 

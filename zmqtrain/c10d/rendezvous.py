@@ -18,13 +18,15 @@ from zmqtrain.c10d.one_host import OneHost
 from zmqtrain.c10d.several_hosts import ACK_S, CHUNK_BYTES, EAGER_BYTES, NetworkThread, SeveralHosts
 from zmqtrain.c10d.transport import RankTransport
 from zmqtrain.errors import UsageError
+from zmqtrain.host.team import LOOK_S
 from zmqtrain.membership.environment import BIND, ENCRYPTED_IO_THREADS, PORTS, ports_in
 from zmqtrain.membership.secret import read_token
+from zmqtrain.net.blocking import BlockingSockets
 from zmqtrain.net.curve import Identity
 from zmqtrain.net.node import Node
 from zmqtrain.net.routes import own_address
 from zmqtrain.net.settings import NetSettings
-from zmqtrain.net.zeromq import open_zeromq
+from zmqtrain.net.zeromq import ZeroMQTransport
 from zmqtrain.topology.loopback import is_loopback
 
 #: The variable with the address at which other hosts find this rank; by default, that of the interface towards the store.
@@ -72,18 +74,25 @@ def rendezvous(store: Store, rank: int, names: Sequence[str], timeout: timedelta
         settings = replace(settings, ack_s=ACK_S, ack_with_bytes=EAGER_BYTES)
         if not encrypted:
             settings = replace(settings, chunk_bytes=CHUNK_BYTES)
-        node = network.call(_open(names[rank], settings))
+        node, sockets = network.call(_open(names[rank], settings))
         notices.tell("address", node.address)
+        addresses = []
         for other, name in enumerate(names):
-            network.loop.call_soon_threadsafe(node.add_peer, name, notices.hear("address", other))
-        return SeveralHosts(network, node, memory, names, hosts, rank, timeout_s=timeout_s, setting=SETTING)
+            addresses.append(notices.hear("address", other))
+            network.loop.call_soon_threadsafe(node.add_peer, name, addresses[other])
+        return SeveralHosts(network, node, sockets, memory, names, addresses, hosts, rank, timeout_s=timeout_s, setting=SETTING)
     except BaseException:
         network.close()
         raise
 
 
-async def _open(name: str, settings: NetSettings) -> Node:
-    return await open_zeromq(name, settings=settings)
+async def _open(name: str, settings: NetSettings) -> tuple[Node, BlockingSockets]:
+    transport = ZeroMQTransport(settings)
+    try:
+        return Node(name, settings, transport), transport.blocking(name, LOOK_S)
+    except BaseException:
+        await transport.close()
+        raise
 
 
 def encryption_wanted() -> Literal["required", "disabled"]:

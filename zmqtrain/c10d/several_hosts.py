@@ -1,24 +1,28 @@
-"""A process group whose ranks run on several hosts: in memory within a host, over ZeroMQ between hosts."""
+"""A process group whose ranks run on several hosts: in memory within a host, over ZeroMQ between hosts.
+
+What is small goes straight from thread to thread (`zmqtrain.c10d.direct`), everything else through the endpoint and its event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import struct
 import threading
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
+import zmq
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from zmqtrain.c10d.descriptor import Descriptor, require_equal
+from zmqtrain.c10d.direct import Direct, copied
 from zmqtrain.c10d.errors import MismatchError
 from zmqtrain.c10d.one_host import OneHost, require_splits
 from zmqtrain.c10d.transport import RankTransport
@@ -29,11 +33,11 @@ from zmqtrain.host.channel import Done
 from zmqtrain.host.sums import Combine, sum_into
 from zmqtrain.host.team import LOOK_S
 from zmqtrain.host.window import as_bytes
+from zmqtrain.net.blocking import BlockingSockets
 from zmqtrain.net.endpoint import PeerId, Tag
 from zmqtrain.net.node import Node
 from zmqtrain.waiting import abandoned, first_error, in_time
 from zmqtrain.wire.dtypes import dtype_of_torch
-from zmqtrain.wire.payload import Payload
 from zmqtrain.wire.tensor import TensorPayload
 
 T = TypeVar("T")
@@ -42,6 +46,12 @@ _REFUSAL_BYTES = 1024
 #: What ranks send each other for one operation travels with what they call, up to this many bytes: a message of its own costs more
 #: than the copy.
 TOGETHER_BYTES = 256 * 1024
+#: Sums of up to this many bytes a rank are made directly, in blocks of which each rank gets so many bytes from each other one. Of
+#: larger ones a copy of all that is sent costs more than the steps of the event loop.
+DIRECT_BYTES = 8 * 1024 * 1024
+PIECE_BYTES = 2 * 1024 * 1024
+#: What the processor needs of an element's address; that of a complex one need not be a multiple of its size.
+_ALIGNMENT = 8
 #: In plain text larger tensors are sent in pieces of this many bytes, which is more than usual: nothing urgent goes over the
 #: connections of a process group, and each piece takes processor time, whatever its size. Where they are encrypted this would be
 #: slow: a piece is encrypted as a whole before any of it is sent, and decrypted when all of it has arrived.
@@ -50,8 +60,6 @@ CHUNK_BYTES = 4 * 1024 * 1024
 #: message with which they travel, for so many seconds: a program that calls one small operation after another always has one.
 EAGER_BYTES = 128 * 1024
 ACK_S = 0.004
-#: Before what a rank calls: the bytes that this takes.
-_LENGTH = struct.Struct("<H")
 _REFUSED = b"!"
 #: Before the name of a rank that is lost, a line's end, and why.
 _LOST = b"?"
@@ -60,7 +68,6 @@ COMPARE_S = 2.0
 #: How long a process that ends waits for what it has sent to arrive, while nothing arrives.
 LEAVE_S = 5.0
 _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class NetworkThread:
@@ -75,18 +82,11 @@ class NetworkThread:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work`` on the loop; block until it is done. Returns its result."""
-        # A lock in place of a future of `concurrent.futures`, which takes as long as a third of a small sum.
-        tasks: list[asyncio.Task[T]] = []
-        ended = threading.Lock()
-        ended.acquire()
+        return self.begin(work).result()
 
-        def begin() -> None:
-            tasks.append(self.loop.create_task(work))
-            tasks[0].add_done_callback(lambda _: ended.release())
-
-        self.loop.call_soon_threadsafe(begin)
-        ended.acquire()
-        return tasks[0].result()
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin ``work`` on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def stop(self) -> None:
         """End the thread. Nothing may be called any more."""
@@ -111,37 +111,43 @@ class SeveralHosts:
         self,
         network: NetworkThread,
         node: Node,
+        sockets: BlockingSockets,
         here: OneHost,
         peers: Sequence[PeerId],
+        addresses: Sequence[str],
         hosts: Sequence[Sequence[int]],
         rank: int,
         *,
         timeout_s: float,
         setting: str,
     ) -> None:
-        """``here``: the ranks of this host; ``hosts``: the ranks of each host; ``peers``: the names of all ranks on the network."""
+        """``here``: the ranks of this host; ``hosts``: the ranks of each host; ``peers``: the names of all ranks on the network;
+        ``addresses``: where they are."""
         self._network, self._node, self._here = network, node, here
         self._rank, self._peers, self._hosts = rank, tuple(peers), hosts
         self._timeout_s, self._setting = timeout_s, setting
         self._own = next(ranks for ranks in hosts if rank in ranks)
+        self._place = self._own.index(rank)
         self._slices = min(map(len, hosts))
+        self._even = max(map(len, hosts)) == self._slices
         self._count = itertools.count()
-        self._calls = itertools.count()
         self._column: Group | None = None
         self._counterparts = _counterparts(hosts, rank)
+        self._by_host = [each for ranks in hosts for each in ranks if each == rank or each in self._counterparts]
+        self._met = True  # whether the ranks of this host have compared what they call
         self._begun: bytes | None = None  # the descriptor that the ranks of other hosts have not confirmed yet
         self._more = ""
         self._surplus: dict[int, deque[tuple[int, Tensor]]] = {}  # rank -> messages that came while another rank's was taken
         self._all_ranks = network.call(self._make_groups())
+        self._direct = Direct(network.loop, node, sockets, {each: peers[each] for each in self._counterparts}, peers[rank])
         # A rank that has never been connected could end without anybody's notice.
-        self._begun = b""
-        self._call(None, "the ranks of other hosts to connect")
+        self._await(self._direct.meet(dict(enumerate(addresses))), "the ranks of other hosts to connect")
         # Programs end without destroying their group, and nobody here waits for what a rank says of its last operation. Run at the
         # end of the interpreter, and of what `multiprocessing` has forked, which ends without it.
         self._at_exit: Any = Finalize(None, self._leave, exitpriority=0)
 
     async def _make_groups(self) -> Group:
-        place = self._own.index(self._rank)
+        place = self._place
         if place < self._slices:
             members = tuple(self._peers[ranks[place]] for ranks in self._hosts)
             name = f"slice/{place}"
@@ -170,7 +176,7 @@ class SeveralHosts:
         self._here.look(what)
 
     def begin(self, descriptor: Descriptor, more: str, *, before: bool) -> None:
-        """Compare within the host; the next use of the network compares with other hosts."""
+        """The next use of the host's memory compares within the host, the next one of the network with other hosts."""
         packed = descriptor.pack()
         self._begun, self._more = packed, more
 
@@ -178,35 +184,43 @@ class SeveralHosts:
             require_equal(packed, [self._peers[rank] for rank in self._own], more=more)
 
         if len(self._own) > 1:
-            with self._others_hear():
-                self._here.check(packed, check)
-                self._here.barrier("what the ranks of this host call")
+            self._here.check(packed, check)
+            self._met = False
         if before:
             self._call(None, "what the ranks of other hosts call")
 
+    def _meet(self) -> None:
+        """All ranks of this host have called the same, before others hear of it."""
+        if not self._met:
+            self._met = True
+            with self._others_hear():
+                self._here.barrier("what the ranks of this host call")
+
     def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:
-        tag = self._tag()
         result = flat if root is None or root == self._rank else flat.clone()
         alone = len(self._own) == 1
         if not alone:
+            self._met = True
             with self._others_hear():
                 self._here.all_reduce(result, combine, what)
+        if self._even and self._small(result, len(self._peers) - self._slices + 1):
+            # To gather slices would be one wait more.
+            self._combine(result, [ranks[self._place] for ranks in self._hosts], combine, what)
+            return
+        place = self._place
         parts = [result[start:stop] for start, stop in bounds(result.numel(), self._slices)]
-        place = self._own.index(self._rank)
-        if self._column is not None and parts[place].numel():
-            summed = combine is torch.add and dtype_of_torch(flat.dtype).kind in ("float", "int") and flat.element_size() > 1
-            if summed and not self._small(parts[place], len(self._hosts)):
-                self._call(all_reduce(self._column, _payload(parts[place], parts[place].dtype), tag), what)
-            else:
-                self._combine(parts[place], place, combine, tag, what)
-        else:
+        if self._column is None or not parts[place].numel():
             self._call(None, what)
+        elif parts[place].numel() * flat.element_size() > DIRECT_BYTES and _adds(combine, flat.dtype):
+            self._call(all_reduce(self._column, _payload(parts[place], flat.dtype), self._tag()), what)
+        else:
+            self._combine(parts[place], [ranks[place] for ranks in self._hosts], combine, what)
         if alone:
             return
         # Ranks of a host beyond the number of slices have none.
         nothing = result.new_empty(0)
         gathered = [parts[index] if index < self._slices else nothing for index in range(len(self._own))]
-        self._here.all_gather(gathered, gathered[place].clone(), what)
+        self._here.all_gather(gathered, gathered[place], what)
 
     def broadcast(self, flat: Tensor, root: int, what: str) -> None:
         if self._small(flat, len(self._peers)):
@@ -298,10 +312,16 @@ class SeveralHosts:
     def _leave(self) -> None:
         """The process ends: let what it has sent arrive, and end the thread, which must not run while the interpreter ends."""
         with suppress(Exception):  # nobody is left who could be told
-            self._network.call(self._node.finish(timeout=LEAVE_S))
+            self._network.call(self._finish(LEAVE_S))
+        self._direct.close()
         with suppress(Exception):
             self._network.call(self._node.close())
         self._network.stop()
+
+    async def _finish(self, timeout_s: float) -> None:
+        """What this rank has sent arrives."""
+        await self._direct.hand_over()
+        await self._node.finish(timeout=timeout_s)
 
     def close(self, error: Exception | None = None) -> None:
         if not self._at_exit.still_active():
@@ -309,8 +329,9 @@ class SeveralHosts:
         self._at_exit.cancel()
         try:
             if error is None:
-                self._network.call(self._node.finish(timeout=self._timeout_s))
+                self._network.call(self._finish(self._timeout_s))
         finally:
+            self._direct.close()
             self._network.call(self._node.close())
             self._network.close()
             self._here.close(error)
@@ -326,18 +347,10 @@ class SeveralHosts:
             raise
         except PeerLostError as error:
             self._begun = None
-            self._network.call(self._tell_lost(error))
+            # Without waiting for what they call: they may be at another point.
+            for rank in self._counterparts:
+                self._direct.send(rank, _LOST + f"{error.peer}\n{error.reason}".encode()[:_REFUSAL_BYTES])
             raise
-
-    async def _tell_lost(self, error: PeerLostError) -> None:
-        """Without waiting for what they call: they may be at another point."""
-        tag = ("call", next(self._calls))
-        message = _with_call(_LOST + f"{error.peer}\n{error.reason}".encode()[:_REFUSAL_BYTES], None)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(COMPARE_S):
-                for rank in self._counterparts:
-                    with suppress(PeerLostError):
-                        await self._node.send(self._peers[rank], tag, message)
 
     async def _unless_lost(self, rank: int, work: Coroutine[Any, Any, None], what: str) -> None:
         """Await ``work``. Raises `PeerLostError` if that rank is of this host and lost: there may be no connection that tells."""
@@ -358,27 +371,46 @@ class SeveralHosts:
         finally:
             await abandoned([task])
 
-    def _combine(self, part: Tensor, place: int, combine: Combine, tag: Tag, what: str) -> None:
-        """Combine the slice over all hosts, in their order."""
-        counterparts = [ranks[place] for ranks in self._hosts]
-        sources = {rank: torch.empty_like(part) for rank in counterparts if rank != self._rank}
-        self._exchange(dict.fromkeys(sources, part), sources, tag, what)
-        sum_into([part], [sources.get(rank, part) for rank in counterparts], combine=combine)
+    def _combine(self, part: Tensor, members: Sequence[int], combine: Combine, what: str) -> None:
+        """Combine the slice over ``members``, one rank of each host, in their order."""
+        mine = members.index(self._rank)
+
+        def others(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+            return {rank: each for rank, each in zip(members, tensors, strict=True) if rank != self._rank}
+
+        def add(own: Tensor, found: Mapping[int, Tensor]) -> None:
+            sum_into([own], [found.get(rank, own) for rank in members], combine=combine)
+
+        if self._small(part, len(members)):
+            add(part, self._call(None, what, others([part] * len(members)), others([part] * len(members))))
+            return
+        # Each member combines a part of each block. What belongs to the next block is on its way meanwhile.
+        blocks = _blocks(part, len(members), min(PIECE_BYTES, self._node.settings.chunk_bytes))
+        found = self._call(None, what, others(blocks[0]), others([blocks[0][mine]] * len(members)))
+        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+            if following is not None:
+                self._post(others(following))
+            add(block[mine], found)
+            self._post(others([block[mine]] * len(members)))
+            if following is not None:
+                found = self._take(others([following[mine]] * len(members)), what)
+            for rank, content in self._take(others(block), what).items():
+                block[members.index(rank)].copy_(content)
 
     def _exchange(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: Tag, what: str) -> None:
-        """Send to some ranks, and receive from some. What is small travels with what the ranks call, if nobody said it yet."""
+        """Send to some ranks, and receive from some. What is small travels with what the ranks call."""
         if self._rank in into:
             into[self._rank].copy_(out[self._rank])
-        together = () if self._begun is None else self._counterparts
 
         def divided(tensors: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
             others = {rank: each for rank, each in tensors.items() if rank != self._rank}
-            small = {rank: each for rank, each in others.items() if rank in together and self._small(each)}
+            small = {rank: each for rank, each in others.items() if rank in self._counterparts and self._small(each)}
             return small, {rank: each for rank, each in others.items() if rank not in small}
 
         (small_out, large_out), (small_into, large_into) = divided(out), divided(into)
         work = self._exchange_others(large_out, large_into, tag) if large_out or large_into else None
-        self._call(work, what, small_out, small_into)
+        for rank, content in self._call(work, what, small_out, small_into).items():
+            into[rank].copy_(content)
 
     def _small(self, tensor: Tensor, copies: int = 1) -> bool:
         return tensor.numel() * tensor.element_size() * (copies - 1 or 1) <= TOGETHER_BYTES
@@ -407,75 +439,103 @@ class SeveralHosts:
         what: str,
         out: Mapping[int, Tensor] = _NOTHING,
         into: Mapping[int, Tensor] = _NOTHING,
-    ) -> None:
-        """Await ``work``, and compare what the ranks call if that has not been done; ``out`` and ``into`` travel with it.
+    ) -> dict[int, Tensor]:
+        """Await ``work``, and compare what the ranks call if that has not been done; ``out`` travels with it.
+
+        Returns what the ranks of ``into`` have sent, as tensors like those, which must not be written.
 
         For collectives only, which are carried out one after another: what has begun is the one that is carried out.
         """
-
-        async def both(begun: bytes, work: Coroutine[Any, Any, None]) -> None:
-            async with asyncio.TaskGroup() as tasks:
-                compared = tasks.create_task(self._compare(begun, out, into))
-                try:
-                    await work
-                except (ExceptionGroup, ProtocolError, ValueError):
-                    # What the ranks call says more than the message that did not fit.
-                    await asyncio.wait([compared], timeout=COMPARE_S)
-                    raise
-
+        try:
+            self._meet()
+        except BaseException:
+            if work is not None:
+                work.close()
+            raise
         begun, self._begun = self._begun, None
-        if begun is not None:
-            work = self._compare(begun, out, into) if work is None else both(begun, work)
-        if work is not None:
-            self._await(work, what)
+        under_way = None if work is None else self._begin(work, what)
+        try:
+            found = self._compare(begun, out, into, what)
+        except BaseException:
+            if under_way is not None:
+                under_way.cancel()
+            raise
+        if under_way is not None:
+            self._result(under_way, what)
+        return found
 
     def _await(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Await ``work`` for as long as the time-out allows."""
+        self._result(self._begin(work, what), what)
 
+    def _begin(self, work: Coroutine[Any, Any, None], what: str) -> Future[None]:
         async def limited() -> None:
             async with in_time("a rank of another host", what, self._timeout_s, self._setting):
                 await work
 
+        return self._network.begin(limited())
+
+    def _result(self, work: Future[None], what: str) -> None:
         try:
-            self._network.call(limited())
+            work.result()
         except (BaseExceptionGroup, TimeoutError, PeerLostError) as error:
             raise self._told(first_error(error), what) from None
 
-    async def _compare(self, begun: bytes, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
-        """Raise `MismatchError` if the ranks of other hosts have begun another operation; exchange the tensors with them."""
-        if not self._counterparts:
-            return
-        tag = ("call", next(self._calls))
-        messages: dict[int, TensorPayload] = {}  # by the tensor, which may go to several
-        for rank in self._counterparts:
-            tensor = out.get(rank)
-            if id(tensor) not in messages:
-                messages[id(tensor)] = _with_call(begun, tensor)
-            # It is a copy, so nobody waits until it has arrived.
-            await self._node.send(self._peers[rank], tag, messages[id(tensor)])
-        found: dict[int, bytes] = {}
-        contents: dict[int, Tensor] = {}
-        for rank in self._counterparts:
-            received = await self._node.receive(self._peers[rank], tag)
-            found[rank], contents[rank] = _call_of(self._peers[rank], received)
-            if found[rank].startswith(_LOST):
-                lost, _, reason = found[rank].removeprefix(_LOST).decode(errors="replace").partition("\n")
-                raise PeerLostError(lost, f"{reason} (seen by {self._peers[rank]})")
+    def _compare(self, begun: bytes | None, out: Mapping[int, Tensor], into: Mapping[int, Tensor], what: str) -> dict[int, Tensor]:
+        """Raise `MismatchError` if the ranks of other hosts have begun another operation; exchange tensors with them."""
+        if begun is None:
+            self._post(out)
+            return self._take(into, what)
+        self._post({**dict.fromkeys(self._counterparts), **out}, begun)
+        found = self._received(self._counterparts, what)
         if begun.startswith(_REFUSED):
-            return  # this rank has its error
+            return {}  # this rank has its error
+        self._require_equal(begun, {rank: call for rank, (call, _) in found.items()})
+        return {rank: self._like(tensor, rank, found[rank][1]) for rank, tensor in into.items()}
+
+    def _post(self, out: Mapping[int, Tensor | None], call: bytes = b"") -> None:
+        """Send tensors to ranks of other hosts, or only what this rank calls."""
+        bodies: dict[int, zmq.Frame | None] = {}  # by the tensor, which may go to several
+        for rank, tensor in out.items():
+            if id(tensor) not in bodies:
+                bodies[id(tensor)] = copied(tensor) if tensor is not None and tensor.numel() else None
+            self._direct.send(rank, call, bodies[id(tensor)])
+
+    def _take(self, into: Mapping[int, Tensor], what: str) -> dict[int, Tensor]:
+        """What these ranks have sent, as tensors like these."""
+        return {rank: self._like(into[rank], rank, content) for rank, (_, content) in self._received(into, what).items()}
+
+    def _received(self, ranks: Iterable[int], what: str) -> dict[int, tuple[bytes, Tensor]]:
+        """The next message of each rank: what it calls, and bytes. Raises `PeerLostError` if a rank says that one is lost."""
+        found = {}
+        try:
+            for rank in ranks:
+                call, _ = found[rank] = self._direct.receive(rank, what, self._timeout_s, self._setting)
+                if call.startswith(_LOST):
+                    lost, _, reason = call.removeprefix(_LOST).decode(errors="replace").partition("\n")
+                    raise PeerLostError(lost, f"{reason} (seen by {self._peers[rank]})")
+        except PeerLostError as error:
+            raise self._told(error, what) from None
+        return found
+
+    def _like(self, tensor: Tensor, rank: int, content: Tensor) -> Tensor:
+        """The bytes that a rank has sent, as a tensor like this one."""
+        expected = tensor.numel() * tensor.element_size()
+        if content.numel() != expected:
+            raise ProtocolError(f"{self._peers[rank]} sent {content.numel()} bytes, but {expected} were expected")
+        if content.data_ptr() % min(tensor.element_size(), _ALIGNMENT):
+            content = content.clone()
+        return content.view(tensor.dtype)
+
+    def _require_equal(self, begun: bytes, found: dict[int, bytes]) -> None:
+        """``begun``: what this rank calls; ``found``: what ranks of other hosts call, or why they refuse to."""
         for rank, content in found.items():
             if content.startswith(_REFUSED):
                 text = content.removeprefix(_REFUSED).decode(errors="replace")
                 raise MismatchError(f"{text} (seen by {self._peers[rank]})")
-        found[self._rank] = begun
-        ranks = sorted(found, key=lambda rank: next(place for place, of_host in enumerate(self._hosts) if rank in of_host))
-        packed = [found[rank] for rank in ranks]  # those of the first host come first, on all ranks
+        ranks = self._by_host
+        packed = [begun if rank == self._rank else found[rank] for rank in ranks]  # the same one comes first, on all ranks
         require_equal(packed, [self._peers[rank] for rank in ranks], more=self._more)
-        for rank, came in contents.items():
-            expected = as_bytes(into[rank]) if rank in into else came[:0]
-            if came.numel() != expected.numel():
-                raise ProtocolError(f"{self._peers[rank]} sent {came.numel()} bytes, but {expected.numel()} were expected")
-            expected.copy_(came)
 
     def _told(self, error: BaseException, what: str) -> BaseException:
         """The error in terms of the process group."""
@@ -497,28 +557,20 @@ def _payload(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> TensorPayload:
     return TensorPayload.of((from_dlpack(content) if content.numel() else content).view(dtype))
 
 
-def _with_call(call: bytes, tensor: Tensor | None) -> TensorPayload:
-    """What a rank calls, and a copy of a tensor's bytes behind it, as one message."""
-    head = _LENGTH.pack(len(call)) + call
-    if tensor is None:
-        return TensorPayload.of(np.frombuffer(head, np.uint8))
-    message = np.empty(len(head) + tensor.numel() * tensor.element_size(), np.uint8)
-    message[: len(head)] = np.frombuffer(head, np.uint8)
-    # By torch: after an array of numpy was made of the tensor's storage, it could not be resized.
-    torch.from_numpy(message)[len(head) :].copy_(as_bytes(tensor))
-    return TensorPayload.of(message)
+def _adds(combine: Combine, dtype: torch.dtype) -> bool:
+    """Whether the endpoints' collectives can do it."""
+    return combine is torch.add and dtype_of_torch(dtype).kind in ("float", "int") and dtype.itemsize > 1
 
 
-def _call_of(peer: PeerId, received: Payload) -> tuple[bytes, Tensor]:
-    """What a rank calls, and the bytes behind it. Raises `ProtocolError`."""
-    if not isinstance(received, TensorPayload) or received.dtype != "uint8" or received.nbytes < _LENGTH.size:
-        raise ProtocolError(f"{peer} did not say what it calls")
-    [message] = received.frames()
-    stop = _LENGTH.size + _LENGTH.unpack(message[: _LENGTH.size])[0]
-    if stop > len(message):
-        raise ProtocolError(f"{peer} said only a part of what it calls")
-    behind = received.tensor.view(-1)[stop:] if stop < len(message) else _NO_BYTES
-    return bytes(message[_LENGTH.size : stop]), behind
+def _blocks(part: Tensor, count: int, piece_bytes: int) -> list[list[Tensor]]:
+    """Each block has a piece of each of ``count`` slices of a tensor. The pieces of a slice are consecutive."""
+    slices = bounds(part.numel(), count)
+    room = max(1, piece_bytes // part.element_size())
+    longest = max(stop - start for start, stop in slices)
+    return [
+        [part[min(start + first, stop) : min(start + first + room, stop)] for start, stop in slices]
+        for first in range(0, longest, room)
+    ]
 
 
 def _counterparts(hosts: Sequence[Sequence[int]], rank: int) -> list[int]:

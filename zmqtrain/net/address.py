@@ -38,6 +38,13 @@ def with_key(address: str, key: bytes) -> str:
     return f"{address}{_MARK}{key.hex()}"
 
 
+def with_port(address: str, port: int) -> str:
+    """The same process at another port, for both lanes. Raises `ValueError` if ``address`` is not an address."""
+    split_address(address)
+    where, mark, key = address.partition(_MARK)
+    return f"{where.rpartition(':')[0]}:{port},{port}{mark}{key}"
+
+
 def without_key(address: str) -> str:
     """The address without its key, for logs."""
     return address.partition(_MARK)[0]

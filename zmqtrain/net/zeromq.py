@@ -23,6 +23,7 @@ import zmq
 
 from zmqtrain.errors import HostLimitError, PortInUseError
 from zmqtrain.net.address import key_in, split_address, with_key, without_key
+from zmqtrain.net.blocking import SESSION, BlockingSockets
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.net.inherited import close_in_children, leave_to_children
 from zmqtrain.net.knock import nobody_listens
@@ -35,6 +36,7 @@ from zmqtrain.net.paced import open_paced
 from zmqtrain.net.password import Password
 from zmqtrain.net.receiver import IN_PLACE_BYTES, RouterReceiver
 from zmqtrain.net.settings import MIB, NetSettings
+from zmqtrain.net.switchboard import route_of
 from zmqtrain.net.transport import Frames, Receiver, Transport
 from zmqtrain.net.trouble import Intrusion, Trouble
 from zmqtrain.net.zap import ZapHandler
@@ -112,6 +114,7 @@ class ZeroMQTransport:
         self._receiver: Receiver | None = None
         self._wires: dict[PeerId, _Wire] = {}
         self._receivers: list[RouterReceiver] = []
+        self._blocking: BlockingSockets | None = None
         self._endpoints: list[str] = []
         self.identity = settings.identity
         self._password = Password(settings.token)
@@ -166,6 +169,19 @@ class ZeroMQTransport:
             dealer.send_multipart(frames, zmq.NOBLOCK)
         dealer.close(linger=int(self._settings.farewell_s * self._ms))
 
+    def blocking(self, peer: PeerId, wait_s: float) -> BlockingSockets:
+        """Sockets for a thread that waits, at most ``wait_s`` at a time. ``peer``: this process. Called once; they end with the
+        transport at the latest."""
+        assert self._blocking is None
+        router, port = self._bound(BULK, 0)
+
+        def dealer(to: PeerId, address: str) -> zmq.Socket[bytes]:
+            self._check(address)
+            return self._dealer(BULK, route_of(peer, SESSION), address, self._heartbeat_ms(to))
+
+        self._blocking = BlockingSockets(router, port, dealer, lambda other: route_of(other, SESSION), self.identity, wait_s)
+        return self._blocking
+
     async def close(self) -> None:
         self._receiver = None
         self._shut()
@@ -181,6 +197,8 @@ class ZeroMQTransport:
         for each in self._receivers:
             each.close()
         self._receivers.clear()
+        if self._blocking is not None:
+            self._blocking.close()
         if self._zap is not None:
             self._zap.close()
             self._zap = None
@@ -218,6 +236,13 @@ class ZeroMQTransport:
             raise ValueError(f"the process at {without_key(address)} {one}, but this one {other}")
 
     def _listen(self, lane: int, port: int) -> int:
+        router, found = self._bound(lane, port)
+        pause_s = self._settings.pause_s if lane == CONTROL else 0.0
+        self._receivers.append(RouterReceiver(self._loop, lane, router, self.identity, self._turned_away, pause_s))
+        return found
+
+    def _bound(self, lane: int, port: int) -> tuple[zmq.Socket[bytes], int]:
+        """A socket that listens, and its port."""
         router = self._socket(zmq.ROUTER)
         # Callers send the heartbeats, and say after which silence the connection is to be given up. Of a caller that vanishes just
         # after another message only the kernel notices.
@@ -238,12 +263,10 @@ class ZeroMQTransport:
         # Callers waiting until the I/O thread has time for them: a large run's members come all at once, and so may strangers.
         router.setsockopt(zmq.BACKLOG, BACKLOG)
         self._bind(router, port)
-        pause_s = self._settings.pause_s if lane == CONTROL else 0.0
-        self._receivers.append(RouterReceiver(self._loop, lane, router, self.identity, self._turned_away, pause_s))
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._endpoints.append(endpoint)
         close_in_children(endpoint)
-        return int(endpoint.rpartition(":")[2])
+        return router, int(endpoint.rpartition(":")[2])
 
     def _bind(self, router: zmq.Socket[bytes], port: int) -> None:
         """Bind to the port; 0: to any free one, of the range if there is one. Closes the socket if that fails."""
