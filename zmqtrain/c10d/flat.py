@@ -18,14 +18,18 @@ class Flat:
     """
 
     def __init__(self, tensor: Tensor, *, write: bool = True) -> None:
-        """``write``: copy back."""
+        """``write``: copy back. ``self.flat`` is the memory."""
         tensor = with_memory(tensor)
-        self._target, self._write = _alias(tensor), write
+        self._write = write
+        if _is_flat_memory(tensor):  # the usual case, in a third of the time
+            self._target = self._whole = tensor.data
+            self.flat = self._whole.view(-1)
+            return
+        self._target = _alias(tensor)
         here = self._target.cpu() if tensor.device.type != "cpu" else self._target
         self._whole = here.resolve_conj().resolve_neg().contiguous()
         # A single element is contiguous whatever its stride, and views of it as bytes need 1.
         self.flat = self._whole.view(-1) if self._whole.numel() != 1 else self._whole.as_strided((1,), (1,))
-        """The memory."""
 
     def write_back(self) -> None:
         """Copy to the tensor what was written, where the memory is not its own."""
@@ -99,6 +103,20 @@ def with_memory(tensor: Tensor) -> Tensor:
     raise UnsupportedError(
         f"a {kind} on {tensor.device} that has no memory of its own: pass the tensor with its values, as to_local() of a DTensor"
     )
+
+
+def _is_flat_memory(tensor: Tensor) -> bool:
+    """Whether ``data`` is an alias as `_alias` makes it, and contiguous."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and tensor.numel() != 1
+        and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _alias(tensor: Tensor) -> Tensor:

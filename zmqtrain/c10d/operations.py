@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -45,9 +45,19 @@ def reduction_of(operation: Any, dtype: torch.dtype, size: int) -> Reduction:
 
     Raises `UnsupportedError` if the operation is not defined for the type.
     """
-    kind = next((known for known in _COMBINE if operation == known), None)
-    if kind is None:
+    for kind in _COMBINE:
+        if operation == kind:
+            break
+    else:
         raise UnsupportedError(f"the zmq backend does not support the reduce operation {operation}")
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        state: Any = operation.__getstate__()  # the only access to the factor
+        return replace(_reduction(kind, dtype, size), before=lambda own: own * state[1])
+    return _reduction(kind, dtype, size)
+
+
+@cache
+def _reduction(kind: Any, dtype: torch.dtype, size: int) -> Reduction:
     combine, exact = _COMBINE[kind], not (dtype.is_floating_point or dtype.is_complex)
     if combine in (torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor) and not exact:
         raise UnsupportedError(f"{kind} is defined for integers and booleans, not for {dtype}")
@@ -61,9 +71,6 @@ def reduction_of(operation: Any, dtype: torch.dtype, size: int) -> Reduction:
         if exact:  # as NCCL: the quotient without its fraction
             return Reduction(str(kind), combine, after=lambda result: result.div_(size, rounding_mode="trunc"))
         return Reduction(str(kind), combine, after=lambda result: result.div_(size))
-    if kind == dist.ReduceOp.PREMUL_SUM:
-        state: Any = operation.__getstate__()  # the only access to the factor
-        return Reduction(str(kind), combine, before=lambda own: own * state[1])
     return Reduction(str(kind), combine)
 
 

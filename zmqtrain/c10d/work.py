@@ -37,24 +37,28 @@ class Handle(Work):
         self._future: OperationFuture | None = None
         self._futures_for_cpp: list[TensorsFuture] = []
         self._asking = threading.Lock()
-        self._ended = threading.Event()
+        self._done = False
+        self._pending = threading.Lock()  # held until it is done: an event takes ten times as long
+        self._pending.acquire()
         self._error: BaseException | None = None
         self.source = -1
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation has ended. Raises its error, and `TimeoutError` after ``timeout``."""
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
-        if not self._ended.wait(seconds):
-            raise WaitTimeoutError(self.what, seconds or 0.0)
+        if not self._done:
+            if not self._pending.acquire(timeout=-1 if seconds is None else seconds):
+                raise WaitTimeoutError(self.what, seconds or 0.0)
+            self._pending.release()
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._ended.is_set()
+        return self._done
 
     def is_success(self) -> bool:
-        return self._ended.is_set() and self._error is None
+        return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error
@@ -79,14 +83,14 @@ class Handle(Work):
             if self._future is None:
                 elsewhere = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
                 self._future = OperationFuture(sorted(elsewhere, key=str), self._following and self._following())
-                if self._ended.is_set():
+                if self._done:
                     self._complete()
             return self._future
 
     def _future_for_cpp(self) -> torch.futures.Future[Any]:
         made = TensorsFuture(self._tensors)
         with self._asking:
-            if not self._ended.is_set():
+            if not self._done:
                 self._futures_for_cpp.append(made)
                 return made.future
         made.end(self._error)
@@ -96,7 +100,8 @@ class Handle(Work):
         """The operation has ended."""
         with self._asking:
             self._error = error
-            self._ended.set()
+            self._done = True
+            self._pending.release()
             if self._future is not None:
                 CALLBACKS.submit(self._complete)
         for each in self._futures_for_cpp:

@@ -23,9 +23,10 @@ def sum_into(targets: Sequence[Tensor], sources: Sequence[Tensor], *, scale: flo
     """
     result = _result(targets, sources)
     others = [target for target in targets if target is not result]
+    whole = sources[0].numel() <= BLOCK
     for start in range(0, sources[0].numel(), BLOCK):
-        blocks = [source[start : start + BLOCK] for source in sources]
-        block = result[start : start + BLOCK] if result is not None else torch.empty_like(blocks[0])
+        blocks = sources if whole else [source[start : start + BLOCK] for source in sources]
+        block = torch.empty_like(blocks[0]) if result is None else result if whole else result[start : start + BLOCK]
         if len(blocks) == 1:
             if block.data_ptr() != blocks[0].data_ptr():
                 block.copy_(blocks[0])
