@@ -15,7 +15,7 @@ from tests.c10d.test_process_group import content, groups_of
 from zmqtrain.arena import shared_memory_missing
 from zmqtrain.c10d import ZmqProcessGroup, several_hosts
 from zmqtrain.c10d.direct import copied
-from zmqtrain.c10d.several_hosts import TOGETHER_BYTES, _blocks
+from zmqtrain.c10d.several_hosts import _blocks
 from zmqtrain.errors import PeerLostError, PeerTimeoutError
 
 pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
@@ -58,14 +58,15 @@ def sums(groups: list[ZmqProcessGroup], numel: int, times: int) -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[list[ZmqProcessGroup]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ZmqProcessGroup]]:
+    monkeypatch.setattr(several_hosts, "PIECE_BYTES", 4096)
     groups = groups_of(2, hosts="ab", timeout_s=20.0)
     yield groups
     for group in groups:
         group.shutdown()
 
 
-@pytest.mark.parametrize("numel", [3, TOGETHER_BYTES])  # in one exchange, and in blocks
+@pytest.mark.parametrize("numel", [3, 5000])  # in one exchange, and in blocks
 def test_what_is_lost_on_the_way_comes_all_the_same(pair: list[ZmqProcessGroup], numel: int) -> None:
     ways = [Loses(group, lambda count: count in (2, 3, 4)) for group in pair]
     sums(pair, numel, 4)
@@ -112,8 +113,8 @@ def test_a_rank_that_aborts_does_not_wait_for_others() -> None:
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "abc"])
 def test_sizes_about_those_at_which_sums_are_made_in_another_way(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks have the same bits."""
-    together, piece, most = 4096, 8192, 65536
+    """All ranks have the same bits of sums, and all of them take the same way from one size to the next."""
+    together, piece, most = 4096, 16384, 131072
     for name, nbytes in (("TOGETHER_BYTES", together), ("PIECE_BYTES", piece), ("DIRECT_BYTES", most)):
         monkeypatch.setattr(several_hosts, name, nbytes)
     groups = groups_of(len(hosts), hosts=hosts)
@@ -125,8 +126,13 @@ def test_sizes_about_those_at_which_sums_are_made_in_another_way(hosts: str, mon
     def work(group: ZmqProcessGroup) -> list[Tensor]:
         found = []
         for nbytes in (together, together + 4, piece + 4, 2 * piece * len(set(hosts)) + 4, most, most + 4):
-            found.append(random(group.rank(), slices * nbytes // 4))
+            found.append(random(group.rank(), slices * nbytes // 4 + 1))  # of which one slice has one element more
             group.allreduce([found[-1]]).wait()
+            parts = [torch.empty(nbytes // 4) for _ in range(group.size())]
+            group.allgather([parts], [random(group.rank(), nbytes // 4)]).wait()
+            group.reduce_scatter([output := torch.empty(nbytes // 4)], [parts]).wait()
+            assert torch.allclose(output, parts[group.rank()] * group.size())
+            assert all(torch.equal(part, random(rank, nbytes // 4)) for rank, part in enumerate(parts))
         return found
 
     with ThreadPoolExecutor(len(hosts)) as pool:

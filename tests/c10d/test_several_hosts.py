@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tests.c10d.test_process_group import content, groups_of, options
 from zmqtrain.arena import shared_memory_missing
-from zmqtrain.c10d import ZmqProcessGroup
-from zmqtrain.c10d.several_hosts import EAGER_BYTES, TOGETHER_BYTES, SeveralHosts
+from zmqtrain.c10d import ZmqProcessGroup, several_hosts
+from zmqtrain.c10d.several_hosts import EAGER_BYTES, PIECE_BYTES, SeveralHosts
 from zmqtrain.errors import PeerLostError
 
 pytestmark = pytest.mark.skipif(shared_memory_missing() is not None, reason=str(shared_memory_missing()))
@@ -65,8 +65,9 @@ def test_a_small_operation_is_one_message_to_each_other_host(hosts: str, call: C
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abc", "aabb"])
-def test_sizes_about_the_most_that_travels_together(hosts: str) -> None:
-    groups, most = groups_of(len(hosts), hosts=hosts), TOGETHER_BYTES // 8
+def test_sizes_about_the_most_that_goes_directly(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(several_hosts, "PIECE_BYTES", 16 * 1024)
+    groups, most = groups_of(len(hosts), hosts=hosts), 2048
 
     def work(group: ZmqProcessGroup) -> None:
         rank, size = group.rank(), group.size()
@@ -91,7 +92,7 @@ def test_a_program_may_resize_the_storage_of_what_was_received_and_sent(hosts: s
     groups = groups_of(len(hosts), hosts=hosts)
 
     def work(group: ZmqProcessGroup) -> None:
-        for numel in (3, TOGETHER_BYTES):
+        for numel in (3, PIECE_BYTES):
             own, whole = content(group.rank(), numel), torch.empty(group.size() * numel)
             group._allgather_base(whole, own).wait()
             group.allreduce([own]).wait()

@@ -43,13 +43,13 @@ from zmqtrain.wire.tensor import TensorPayload
 T = TypeVar("T")
 #: The most bytes in which a rank says why the ranks of its host refuse a call.
 _REFUSAL_BYTES = 1024
-#: What ranks send each other for one operation travels with what they call, up to this many bytes: a message of its own costs more
-#: than the copy.
+#: So many bytes more are sent if that takes one message less, or one wait less.
 TOGETHER_BYTES = 256 * 1024
-#: Sums of up to this many bytes a rank are made directly, in blocks of which each rank gets so many bytes from each other one. Of
-#: larger ones a copy of all that is sent costs more than the steps of the event loop.
-DIRECT_BYTES = 8 * 1024 * 1024
+#: Tensors of up to this many bytes are copied, and go directly to their receiver.
 PIECE_BYTES = 2 * 1024 * 1024
+#: Sums of up to this many bytes a rank are made directly, in blocks of which each rank gets a piece from each other one. Of larger
+#: ones the copy of all that is sent costs more than the steps of the event loop.
+DIRECT_BYTES = 8 * 1024 * 1024
 #: What the processor needs of an element's address; that of a complex one need not be a multiple of its size.
 _ALIGNMENT = 8
 #: In plain text larger tensors are sent in pieces of this many bytes, which is more than usual: nothing urgent goes over the
@@ -133,6 +133,8 @@ class SeveralHosts:
         self._count = itertools.count()
         self._column: Group | None = None
         self._counterparts = _counterparts(hosts, rank)
+        # A piece is encrypted as a whole before any of it is sent.
+        self._piece_bytes = min(PIECE_BYTES, node.settings.chunk_bytes)
         self._by_host = [each for ranks in hosts for each in ranks if each == rank or each in self._counterparts]
         self._met = True  # whether the ranks of this host have compared what they call
         self._begun: bytes | None = None  # the descriptor that the ranks of other hosts have not confirmed yet
@@ -197,13 +199,14 @@ class SeveralHosts:
                 self._here.barrier("what the ranks of this host call")
 
     def all_reduce(self, flat: Tensor, combine: Combine, what: str, *, root: int | None = None) -> None:
+        tag = self._tag()
         result = flat if root is None or root == self._rank else flat.clone()
         alone = len(self._own) == 1
         if not alone:
             self._met = True
             with self._others_hear():
                 self._here.all_reduce(result, combine, what)
-        if self._even and self._small(result, len(self._peers) - self._slices + 1):
+        if not alone and self._even and _nbytes(result) * (len(self._peers) - self._slices) <= TOGETHER_BYTES:
             # To gather slices would be one wait more.
             self._combine(result, [ranks[self._place] for ranks in self._hosts], combine, what)
             return
@@ -211,8 +214,8 @@ class SeveralHosts:
         parts = [result[start:stop] for start, stop in bounds(result.numel(), self._slices)]
         if self._column is None or not parts[place].numel():
             self._call(None, what)
-        elif parts[place].numel() * flat.element_size() > DIRECT_BYTES and _adds(combine, flat.dtype):
-            self._call(all_reduce(self._column, _payload(parts[place], flat.dtype), self._tag()), what)
+        elif _nbytes(parts[place]) > DIRECT_BYTES and _adds(combine, flat.dtype):
+            self._call(all_reduce(self._column, _payload(parts[place], flat.dtype), tag), what)
         else:
             self._combine(parts[place], [ranks[place] for ranks in self._hosts], combine, what)
         if alone:
@@ -223,7 +226,7 @@ class SeveralHosts:
         self._here.all_gather(gathered, gathered[place], what)
 
     def broadcast(self, flat: Tensor, root: int, what: str) -> None:
-        if self._small(flat, len(self._peers)):
+        if _nbytes(flat) * (len(self._peers) - 1) <= self._piece_bytes:
             others = dict.fromkeys(range(len(self._peers)), flat) if root == self._rank else {}
             self._exchange(others, {} if others else {root: flat}, self._tag(), what)
             return
@@ -239,9 +242,14 @@ class SeveralHosts:
         self._exchange({} if parts is None else dict(enumerate(parts)), {root: output}, self._tag(), what)
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], combine: Combine, what: str) -> None:
-        sources = [torch.empty_like(output) for _ in self._peers]
-        self._exchange(dict(enumerate(parts)), dict(enumerate(sources)), self._tag(), what)
-        sum_into([output], sources, combine=combine)
+        tag = self._tag()
+        out = {rank: part for rank, part in enumerate(parts) if rank != self._rank}
+        if all(self._goes_directly(rank, tensor) for rank, part in out.items() for tensor in (part, output)):
+            found = self._call(None, what, out, dict.fromkeys(out, output))
+        else:
+            found = {rank: torch.empty_like(output) for rank in out}
+            self._exchange(out, found, tag, what)
+        sum_into([output], [found.get(rank, part) for rank, part in enumerate(parts)], combine=combine)
 
     def all_to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor], what: str) -> None:
         own = torch.tensor([each.numel() * each.element_size() for each in (*parts, *outputs)], dtype=torch.int64)
@@ -381,11 +389,13 @@ class SeveralHosts:
         def add(own: Tensor, found: Mapping[int, Tensor]) -> None:
             sum_into([own], [found.get(rank, own) for rank in members], combine=combine)
 
-        if self._small(part, len(members)):
+        # Blocks take two messages where whole tensors take one, but fewer bytes if there are more than two members.
+        surplus = _nbytes(part) * (len(members) - 1) * (len(members) - 2) // len(members)
+        if _nbytes(part) <= self._piece_bytes and surplus <= TOGETHER_BYTES:
             add(part, self._call(None, what, others([part] * len(members)), others([part] * len(members))))
             return
         # Each member combines a part of each block. What belongs to the next block is on its way meanwhile.
-        blocks = _blocks(part, len(members), min(PIECE_BYTES, self._node.settings.chunk_bytes))
+        blocks = _blocks(part, len(members), self._piece_bytes)
         found = self._call(None, what, others(blocks[0]), others([blocks[0][mine]] * len(members)))
         for block, following in zip(blocks, [*blocks[1:], None], strict=True):
             if following is not None:
@@ -404,7 +414,7 @@ class SeveralHosts:
 
         def divided(tensors: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
             others = {rank: each for rank, each in tensors.items() if rank != self._rank}
-            small = {rank: each for rank, each in others.items() if rank in self._counterparts and self._small(each)}
+            small = {rank: each for rank, each in others.items() if self._goes_directly(rank, each)}
             return small, {rank: each for rank, each in others.items() if rank not in small}
 
         (small_out, large_out), (small_into, large_into) = divided(out), divided(into)
@@ -412,8 +422,9 @@ class SeveralHosts:
         for rank, content in self._call(work, what, small_out, small_into).items():
             into[rank].copy_(content)
 
-    def _small(self, tensor: Tensor, copies: int = 1) -> bool:
-        return tensor.numel() * tensor.element_size() * (copies - 1 or 1) <= TOGETHER_BYTES
+    def _goes_directly(self, rank: int, tensor: Tensor) -> bool:
+        """Whether this tensor, between this rank and another one, is small, and both compare what they call."""
+        return rank in self._counterparts and _nbytes(tensor) <= self._piece_bytes
 
     async def _exchange_others(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: Tag) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -520,7 +531,7 @@ class SeveralHosts:
 
     def _like(self, tensor: Tensor, rank: int, content: Tensor) -> Tensor:
         """The bytes that a rank has sent, as a tensor like this one."""
-        expected = tensor.numel() * tensor.element_size()
+        expected = _nbytes(tensor)
         if content.numel() != expected:
             raise ProtocolError(f"{self._peers[rank]} sent {content.numel()} bytes, but {expected} were expected")
         if content.data_ptr() % min(tensor.element_size(), _ALIGNMENT):
@@ -555,6 +566,10 @@ def _payload(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> TensorPayload:
     """
     content = as_bytes(tensor)
     return TensorPayload.of((from_dlpack(content) if content.numel() else content).view(dtype))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _adds(combine: Combine, dtype: torch.dtype) -> bool:
