@@ -13,9 +13,10 @@ from typing import Any, Literal
 from torch._C._distributed_c10d import Store
 
 from zmqtrain.arena import Arena, shared_memory_missing
+from zmqtrain.c10d.network_thread import NetworkThread
 from zmqtrain.c10d.notices import SETTING, Notices
 from zmqtrain.c10d.one_host import OneHost
-from zmqtrain.c10d.several_hosts import ACK_S, CHUNK_BYTES, EAGER_BYTES, NetworkThread, SeveralHosts
+from zmqtrain.c10d.several_hosts import ACK_S, CHUNK_BYTES, EAGER_BYTES, SeveralHosts
 from zmqtrain.c10d.transport import RankTransport
 from zmqtrain.errors import UsageError
 from zmqtrain.host.team import LOOK_S

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from zmqtrain.arena import Arena, Region, shared_memory_missing
 from zmqtrain.c10d.ddp_replica import SETTING, DdpReplica
 from zmqtrain.c10d.groups import Groups
+from zmqtrain.c10d.network_thread import NetworkThread
 from zmqtrain.c10d.rendezvous import encryption_wanted, encrypts, settings_here, this_host
-from zmqtrain.c10d.several_hosts import NetworkThread
 from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.server_settings import ModelServerSettings
 from zmqtrain.membership.secret import read_token, run_token

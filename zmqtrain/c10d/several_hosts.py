@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import zmq
@@ -24,6 +23,7 @@ from torch.utils.dlpack import from_dlpack
 from zmqtrain.c10d.descriptor import Descriptor, require_equal
 from zmqtrain.c10d.direct import Direct, copied
 from zmqtrain.c10d.errors import MismatchError
+from zmqtrain.c10d.network_thread import NetworkThread
 from zmqtrain.c10d.one_host import OneHost, require_splits
 from zmqtrain.c10d.transport import RankTransport
 from zmqtrain.collectives.group import Group, bounds
@@ -40,7 +40,6 @@ from zmqtrain.waiting import abandoned, first_error, in_time
 from zmqtrain.wire.dtypes import dtype_of_torch
 from zmqtrain.wire.tensor import TensorPayload
 
-T = TypeVar("T")
 #: The most bytes in which a rank says why the ranks of its host refuse a call.
 _REFUSAL_BYTES = 1024
 #: So many bytes more are sent if that takes one message less, or one wait less.
@@ -63,41 +62,9 @@ ACK_S = 0.004
 _REFUSED = b"!"
 #: Before the name of a rank that is lost, a line's end, and why.
 _LOST = b"?"
-#: How long a message that does not fit waits for the reason, in seconds.
-COMPARE_S = 2.0
 #: How long a process that ends waits for what it has sent to arrive, while nothing arrives.
 LEAVE_S = 5.0
 _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
-
-
-class NetworkThread:
-    """An event loop in a thread of its own, for callers that block."""
-
-    def __init__(self) -> None:
-        from zmqtrain.net.loop import new_event_loop
-
-        self.loop = new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="zmqtrain-c10d-network", daemon=True)
-        self._thread.start()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work`` on the loop; block until it is done. Returns its result."""
-        return self.begin(work).result()
-
-    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin ``work`` on the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-    def stop(self) -> None:
-        """End the thread. Nothing may be called any more."""
-        self.call(self.loop.shutdown_default_executor())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-
-    def close(self) -> None:
-        """End the loop and the thread."""
-        self.stop()
-        self.loop.close()
 
 
 class SeveralHosts:
