@@ -47,6 +47,7 @@ class BlockingSockets:
         self._dealers: dict[PeerId, zmq.Socket[bytes]] = {}
         self._peers: dict[bytes, PeerId] = {}  # by route
         self._turn = threading.Lock()
+        self._closing = False  # read without waiting for a turn: who waits for messages would take it again and again
 
     def connect(self, peer: PeerId, address: str) -> None:
         """Send to the peer there, and receive from it. It must have admitted this process already."""
@@ -68,6 +69,8 @@ class BlockingSockets:
 
     def receive(self, *, wait: bool = True) -> tuple[PeerId, bytes, zmq.Frame | None] | None:
         """The next message, and whose it is; ``None`` if none has come in time, or one that is not valid."""
+        if self._closing:
+            return None
         with self._turn:
             router = self._router
             if router.closed:
@@ -93,6 +96,7 @@ class BlockingSockets:
 
     def close(self) -> None:
         """Close all of them, after a call of another thread has ended."""
+        self._closing = True
         with self._turn:
             for socket in (self._router, *self._dealers.values()):
                 socket.close(linger=0)
