@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from zmqtrain.net.address import with_port
+from zmqtrain.net.address import key_in, split_address, with_key, with_port
 from zmqtrain.net.blocking import BlockingSockets
 from zmqtrain.net.curve import Identity
 from zmqtrain.net.settings import NetSettings
@@ -81,6 +81,17 @@ async def test_a_member_cannot_use_the_name_of_another() -> None:
         connect(other, "a", one)
         other[1].send("a", b"true")
         assert await message(one[1]) == ("b", b"true", None)
+
+
+@pytest.mark.parametrize("where", ["10.0.0.1", "[fd00::1]", "node03"])
+def test_the_same_process_at_another_port(where: str) -> None:
+    key = bytes(range(32))
+    moved = with_port(with_key(f"tcp://{where}:400,401", key), 402)
+    assert split_address(moved) == (f"tcp://{where}:402", f"tcp://{where}:402")
+    assert key_in(moved) == key
+    assert with_port(f"tcp://{where}:400,401", 402) == f"tcp://{where}:402,402"
+    with pytest.raises(ValueError, match="not an address"):
+        with_port(where, 402)
 
 
 async def test_who_waits_returns_when_the_transport_is_closed() -> None:
