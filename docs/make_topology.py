@@ -22,6 +22,10 @@ trains on this machine. `zmqtrain check FILE` lists all faults at once, each wit
 `"1 Gbit/s"`). Wherever a host is named, a range may stand for several: `"node[01-16]"` is `node01` to `node16`.
 `zmqtrain launch FILE --set section.key=value` replaces a value for one run. Examples are in [launch/](../launch/), and
 the words are explained in the [glossary](glossary.md).
+
+A value that would change nothing in the training that the file describes, such as `split_size` without model servers, is
+refused. Settings of another `[engine]` than the run's, and of commands other than the one that you use, are not: a launch warns of
+`[[faults]]`, `noise` and keys of other engines.
 """
 
 

@@ -11,7 +11,7 @@ from zmqtrain.topology.schema import Topology
 def job(restarts: int = 1, **sections: dict[str, object]) -> Topology:
     return Topology.from_dict(
         {
-            "job": {"steps": 20, "restarts": restarts, "timeout": "5 s", "min_workers_wait": "60 s"},
+            "job": {"steps": 20, "restarts": restarts, "timeout": "5 s"} | ({"min_workers_wait": "60 s"} if restarts else {}),
             "hosts": [{"name": "node[1-3]", "slots": 2}],
             "compute": {"device": "modelled", "profile": "alexnet", "batch_size": 12, **sections.get("compute", {})},
             "exchange": {"kind": "allreduce"},

@@ -33,7 +33,8 @@ def topology_of(folder: Path, groups: int, size: int, parts: Any, *, steps: int 
         "hosts": [{"name": f"h[1-{workers}]", "slots": 1}],
         "compute": {
             **{"groups": groups, "group_size": size, "batch_size": BATCH // groups, "bucket_size": "1 KiB"},
-            **{"device": "modelled", "profile": str(profile), "parts": parts, "rebalance_every": 20},
+            **{"device": "modelled", "profile": str(profile), "parts": parts},
+            **({"rebalance_every": 20} if parts == "measured" else {}),
         },
         "network": {
             **{"bandwidth": "10 Gbit/s", "latency": "20 us"},
@@ -119,7 +120,7 @@ def test_uneven_parts_equal_one_process(tmp_path: Path, groups: int, size: int, 
         weights,
         exchange=EXCHANGES[kind],
         job={"task": "given:task"},
-        compute={"rebalance_every": 1},
+        compute={"rebalance_every": 1} if parts == "measured" else {},
         simulation={"payload": "real"},
     )
     _, events = run(topology, recipe)

@@ -16,10 +16,10 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "gpus", lambda: 0)
 
 
-def said(text: str, gpus: int = 0) -> list[str]:
-    topology = parse_topology("[job]\n" + text)
+def said(text: str, gpus: int = 0, *, emulated: bool = False) -> list[str]:
+    topology = parse_topology(text if text.startswith("[job]") else "[job]\n" + text)
     placement = place_before(topology) if topology.engine.gathers else place(topology)
-    return [each.what for each in cautions(topology, placement, gpus)]
+    return [each.what for each in cautions(topology, placement, gpus, emulated=emulated)]
 
 
 def hosts(*slots: int, devices: str = "") -> str:
@@ -88,3 +88,33 @@ def test_faults_do_not_happen_on_a_real_network() -> None:
     assert first == "1 fault of the file would not happen: a launch carries out [[faults]] only if it is emulated"
     (also,) = said('[engine]\nkind = "environment"\n' + fault + fault)
     assert also.startswith("2 faults of the file would not happen")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('client = "system"\n', '[engine] client would have no effect with the engine "local"'),
+        ("sync = true\n", '[engine] sync would have no effect with the engine "local"'),
+        ("options.start = 'nice'\n", '[engine] options would have no effect with the engine "local"'),
+        ("slurm = { nodes = 2 }\n", '[engine] slurm would have no effect with the engine "local"'),
+        ('kind = "environment"\nray = { nodes = 2 }\n', '[engine] ray would have no effect with the engine "environment"'),
+        ('kind = "slurm"\nsync_limit = "1 MiB"\n', "[engine] sync_limit would have no effect"),
+    ],
+)
+def test_settings_of_another_engine(text: str, what: str) -> None:
+    """`--engine` may name another engine than the file, so they are not refused."""
+    assert said("[engine]\n" + text) == [what]
+    assert said("[job]\n[engine]\n" + text, emulated=True) == []
+
+
+def test_settings_of_the_runs_own_engine() -> None:
+    assert said('[engine]\nkind = "slurm"\nsync = true\nsync_limit = "1 MiB"\nslurm = { nodes = 2 }\n') == []
+    assert said('[engine]\nkind = "mine"\noptions.start = "nice"\nsync = true\n') == []  # who knows what it heeds
+    assert said('alone = "1 s"\n') == []
+    assert said('alone = "1 s"\n[engine]\nkind = "ray"\n') == ['[job] alone would have no effect with the engine "ray"']
+
+
+def test_noise_is_for_modelled_devices() -> None:
+    noise = '[compute]\nnoise = { kind = "exponential" }\n'
+    assert said(noise) == ["[compute] noise would have no effect: a launch takes the time that its steps take"]
+    assert said(noise + 'device = "modelled"\nprofile = "lenet"\n') == []

@@ -406,7 +406,7 @@ plain = st.recursive(
 
 @given(st.dictionaries(st.text(), plain, max_size=4))
 def test_any_arguments_survive_writing(args: dict[str, Any]) -> None:
-    topology = Topology.from_dict({"job": {"args": args}})
+    topology = Topology.from_dict({"job": {"task": "task.py", "args": args}})
     assert parse_topology(topology.to_toml()).job.args == args
     assert tomllib.loads(write_toml({"a": args})) == {"a": args}
 

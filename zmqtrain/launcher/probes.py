@@ -81,7 +81,7 @@ def _log_to(say: Callable[[str], None]) -> Callable[[str, str], None]:
 def _bare(topology: Topology) -> Topology:
     """The topology of a run that needs only zmqtrain on its hosts, and no files of the job."""
     hosts = tuple(host.model_copy(update={"folder": host.folder or "~"}) for host in topology.hosts)
-    job = topology.job.model_copy(update={"task": None})
+    job = topology.job.model_copy(update={"task": None, "args": {}})
     return topology.model_copy(update={"hosts": hosts, "job": job, "engine": topology.engine.model_copy(update={"sync": False})})
 
 

@@ -88,6 +88,8 @@ def _with(topology: Topology, grid: str | None, plan: Plan | None) -> Topology:
     values = topology.to_open_dict()
     values["compute"]["grid"] = grid
     values["parallel"] = {**values["parallel"], "plan": None, "layers": plan.values() if plan else []}
+    if plan is None and topology.parallel.statistics != "whole":  # nothing is divided that these could be about
+        del values["parallel"]["whole"], values["parallel"]["strict"]
     try:
         return Topology.from_dict(values)
     except ValidationError as error:

@@ -24,6 +24,8 @@ def regrouped(topology: Topology, groups: int, *, merged: bool | None = None) ->
     values = topology.to_dict()
     compute: dict[str, Any] = {**values["compute"], "groups": groups, "group_size": workers // groups, "auto_groups": False}
     compute.pop("grid", None)
+    if topology.parallel.statistics != "whole" or workers == groups:  # nothing is divided any more
+        values["parallel"] = {key: value for key, value in values["parallel"].items() if key not in ("whole", "strict")}
     if isinstance(topology.compute.parts, tuple) and len(topology.compute.parts) not in (workers, workers // groups):
         compute["parts"] = "even"
     values["compute"] = compute

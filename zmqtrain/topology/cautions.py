@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zmqtrain.topology.compute import Noise
 from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Host, Topology
+from zmqtrain.topology.unused_rules import differs
+from zmqtrain.topology.world import ENGINES
 from zmqtrain.words import counted, joined
 
 #: A warning lists at most this many hosts or devices, and then says how many more there are.
 MOST_LISTED = 8
+#: The engines that heed a setting of ``[engine]``. (`wait` and `address` are heeded wherever agents join by themselves, which
+#: `zmqtrain agent` lets those of any file do.)
+_OF_ENGINES: dict[str, tuple[str, ...]] = {
+    "options": (),
+    "client": ("ssh",),
+    "sync": ("ssh", "slurm"),
+    "slurm": ("slurm",),
+    "kubernetes": ("kubernetes",),
+    "ray": ("ray",),
+}
+#: The engines whose processes may outlive the launcher.
+_OUTLIVING = ("ssh", "local")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +33,7 @@ class Caution:
     """A warning that is shown before a run."""
 
     name: str
-    """The subject: ``idle``, ``exchange``, ``replicas`` or ``faults``."""
+    """The subject: ``idle``, ``exchange``, ``replicas``, ``faults``, ``noise`` or ``engine``."""
     what: str
     remedy: str
 
@@ -29,16 +44,16 @@ class Caution:
 def cautions(topology: Topology, placement: Placement, gpus: int = 0, *, emulated: bool = False) -> tuple[Caution, ...]:
     """All warnings, as far as the hosts are known. ``gpus``: of this machine, which count where it is the run's one
     host. ``emulated``: the launch is."""
-    faults = () if emulated else tuple(_faults(topology))
+    unused = () if emulated else (*_faults(topology), *_noise(topology), *_engine(topology))
     if topology.hosts_open:
-        return faults
+        return unused
     return (
         *_hosts(topology, placement),
         *_devices(topology, placement, gpus),
         *_slots(topology, placement),
         *_alone(topology),
         *_copies(topology, placement),
-        *faults,
+        *unused,
     )
 
 
@@ -50,6 +65,28 @@ def _faults(topology: Topology) -> Iterator[Caution]:
             "if it is emulated",
             "add --emulate, or use zmqtrain simulate; remove them if they are not meant",
         )
+
+
+def _noise(topology: Topology) -> Iterator[Caution]:
+    if topology.compute.noise != Noise() and topology.compute.device != "modelled":
+        yield Caution(
+            "noise",
+            "[compute] noise would have no effect: a launch takes the time that its steps take",
+            "use zmqtrain simulate; remove it if it is not meant",
+        )
+
+
+def _engine(topology: Topology) -> Iterator[Caution]:
+    """Settings of another engine than the run's. They are not refused, since ``--engine`` may name another one than the file. What
+    an engine from another package heeds is not known."""
+    engine = topology.engine
+    where = [(f"[engine] {name}", kinds) for name, kinds in _OF_ENGINES.items() if differs(topology, ("engine", name))]
+    for what, kinds in [*where, *([("[job] alone", _OUTLIVING)] if differs(topology, ("job", "alone")) else ())]:
+        if engine.kind in ENGINES and engine.kind not in kinds:
+            these = " and ".join(f'"{kind}"' for kind in kinds) if kinds else "those from other packages"
+            yield Caution("engine", f'{what} would have no effect with the engine "{engine.kind}"', f"it is for {these}: remove it")
+    if engine.sync_limit != type(engine).model_fields["sync_limit"].default and not engine.sync:
+        yield Caution("engine", "[engine] sync_limit would have no effect", "set sync = true, or remove it")
 
 
 def _hosts(topology: Topology, placement: Placement) -> Iterator[Caution]:

@@ -14,6 +14,7 @@ from zmqtrain.topology.known_hosts import KnownHosts
 from zmqtrain.topology.loopback import is_loopback
 from zmqtrain.topology.network_rules import network_rules
 from zmqtrain.topology.ranges import MOST_HOSTS, count
+from zmqtrain.topology.unused_rules import unused_rules
 from zmqtrain.words import counted
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def broken_rules(topology: Topology, entries: Sequence[Host]) -> list[BrokenRule
         *_grid(topology),
         *_exchange(topology),
         *_device(topology),
+        *unused_rules(topology),
     ]
     broken += simulation_rules(topology)
     if topology.hosts:  # empty if there are too many to check
@@ -339,7 +341,7 @@ def _exchange(topology: Topology) -> Iterator[BrokenRule]:
     exchange = topology.exchange
     given = exchange.model_fields_set
     if exchange.kind != "model_server":
-        for name in ("shards", "replicas", "max_servers", "staleness", "snapshot"):
+        for name in ("shards", "replicas", "max_servers", "staleness", "snapshot", "split_size"):
             field = type(exchange).model_fields[name]
             if name in given and getattr(exchange, name) != field.default:
                 yield rule(

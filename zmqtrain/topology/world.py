@@ -99,6 +99,8 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 #: Engines whose hosts become known only when the run begins: they join by themselves, or a cluster provides them.
 GATHERING = ("environment", "kubernetes", "ray")
+#: All engines that come with zmqtrain.
+ENGINES = ("local", "ssh", "slurm", *GATHERING)
 
 
 class EngineSection(Section):
