@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.train.test_divided import plan_of, recipe_of
 from tests.train.world import Recipe, run, topology_of
-from zmqtrain.errors import DifferentModelError, UsageError
+from zmqtrain.errors import DifferentModelError, PeerLostError, TaskError, UsageError
 from zmqtrain.parallel.deferred import Tape, deferred, is_deferred
 from zmqtrain.train.task import build_model
 from zmqtrain.train.verifying import Ordinary
@@ -88,6 +89,23 @@ class Locked(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         with self.lock:
             return self.linear(inputs * self.used)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (lambda output, target: None, "a NoneType"),
+        (lambda output, target: 1.0, "a float"),
+        (lambda output, target: {"loss": output.sum()}, "a dict"),
+        (lambda output, target: output.sum().detach(), r"a tensor of shape \[\] that does not require a gradient"),
+        (lambda output, target: nn.functional.cross_entropy(output, target, reduction="none"), r"a tensor of shape \[\d\]"),
+    ],
+)
+async def test_a_loss_that_is_none_is_refused_as_without_a_grid(loss: Any, what: str) -> None:
+    result = await run(topology(), recipe_of(loss=loss))
+    for error in result.errors.values():
+        assert isinstance(error, TaskError | PeerLostError), error
+    assert any(re.search(rf"Task.loss\(output, target\) returned {what}; it must", str(error)) for error in result.errors.values())
 
 
 async def test_a_model_with_a_lock_is_built_once_more() -> None:

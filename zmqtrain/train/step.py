@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from zmqtrain.data.batch import Batch
 from zmqtrain.data.nested import leaves
 from zmqtrain.errors import NonFiniteLossError, TaskError
 from zmqtrain.events import Recorder
+from zmqtrain.parallel.loss_value import no_loss
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.placed.tensor import Placed
 from zmqtrain.train.device.base import Device
@@ -44,7 +44,6 @@ from zmqtrain.train.weighting import (
     require_weight,
 )
 from zmqtrain.train.work import StepResult
-from zmqtrain.words import typed
 
 Precision = Literal["float32", "bfloat16", "float16"]
 #: If looking at targets means waiting for the device, it is done only in this many first steps.
@@ -215,10 +214,7 @@ class TrainStep:
             self._replica.weight += float(weight)
             return mean_of(total, weight), total, 1, part.samples
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise TaskError(
-                f"Task.loss(output, target) returned {_describe(loss)}; it must return the mean loss as a tensor of one element "
-                "that depends on the model's parameters, or the pair (sum, weight)"
-            )
+            raise no_loss(loss)
         return loss, loss, part.samples, part.samples
 
     def _try(self, part: Batch, output: Any, loss: Tensor) -> None:
@@ -249,10 +245,3 @@ class TrainStep:
             alone = not isinstance(self._share, DividedShare)
             if alone and part.samples > 1 and (not looks or depends_beside_rows(loss, output, part.samples)):
                 require_mean_of_model(self._loss, part, self._replica.model, itself=not looks)
-
-
-def _describe(loss: Callable[..., Any] | object) -> str:
-    if isinstance(loss, Tensor):
-        gradient = "" if loss.requires_grad else " that does not require a gradient"
-        return f"a tensor of shape {list(loss.shape)}{gradient}"
-    return typed(loss)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.data.batch import Batch
 from zmqtrain.errors import UsageError
+from zmqtrain.parallel.loss_value import no_loss
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import generators_kept, turn
 
@@ -135,13 +136,13 @@ def is_pair(loss: Any) -> bool:
     return isinstance(loss, tuple | list) and len(loss) == 2
 
 
-def mean(loss: Any) -> Tensor:
-    """A task's loss as one number, where it may be (sum, weight)."""
-    if is_pair(loss):
-        total, weight = loss
-        return total / weight  # type: ignore[no-any-return]
-    assert isinstance(loss, Tensor)
-    return loss.reshape(())
+def mean(loss: Any, *, trained: bool = False) -> Tensor:
+    """A task's loss as one number, where it may be (sum, weight). ``trained``: a gradient is needed. Raises `TaskError` if it is
+    none."""
+    value = loss[0] / loss[1] if is_pair(loss) else loss
+    if not isinstance(value, Tensor) or value.numel() != 1 or (trained and not value.requires_grad):
+        raise no_loss(loss)
+    return value.reshape(())
 
 
 def multiply_weights(model: nn.Module) -> None:

@@ -107,7 +107,7 @@ class _Comparison:
             return sum((each.sum() for each in tensors_of(output)), torch.zeros(())) * 0.0
         with staying_in(case.dtype):
             measured, weight = share.loss(case.loss, output, part.target), expected.weights[when]
-            loss = mean(measured) * (part.samples / samples) if weight is None else measured[0] / weight
+            loss = mean(measured, trained=when == "first") * (part.samples / samples) if weight is None else measured[0] / weight
         if when == "first":
             self._found.loss = float(loss.detach()) / model.output_placement.copies
         return loss

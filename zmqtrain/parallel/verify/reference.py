@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zmqtrain.data.batch import Batch
 from zmqtrain.data.draws import not_drawing
 from zmqtrain.data.nested import mapped
-from zmqtrain.errors import UsageError
+from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.placed.model import ParallelModel, map_tensors
 from zmqtrain.parallel.placement import Range
@@ -218,8 +218,8 @@ def wanted(
         error = raised
         in_vain = case.dtype is torch.float64 and isinstance(error, RuntimeError | TypeError | ValueError)
         reason = _NOT_IN_DOUBLE if in_vain else f"{type(error).__name__}: {error}"
-        if isinstance(error, UsageError):
-            reason = f"{_REFUSED}{error}"
+        if isinstance(error, UsageError | TaskError):
+            reason = f"{_REFUSED if isinstance(error, UsageError) else _NO_TASK}{error}"
         elif serving.own.sizes:
             reason = _NOT_SMALLER
     for rank in served:
@@ -259,7 +259,7 @@ def own_change(case: Case, batch: Batch, fabric: Fabric) -> OwnChange:
 
 _NOT_IN_DOUBLE, _NOT_SMALLER = "not in double precision", "not on parts of images"
 _AGAIN = {_NOT_IN_DOUBLE: NotInDouble, _NOT_SMALLER: NotSmaller}
-_REFUSED = "refused: "
+_REFUSED, _NO_TASK = "refused: ", "not a task's: "
 
 
 def _line(case: Case, fabric: Fabric) -> tuple[int, Line, list[int]]:
@@ -274,6 +274,8 @@ def _raise(reason: str, source: int) -> None:
         raise _AGAIN[reason]
     if reason.startswith(_REFUSED):
         raise UsageError(reason.removeprefix(_REFUSED))
+    if reason.startswith(_NO_TASK):
+        raise TaskError(reason.removeprefix(_NO_TASK))
     if reason:
         raise RuntimeError(f"the ordinary model, which the worker of rank {source} runs for this one, raised {reason}")
 
@@ -456,7 +458,7 @@ def forward(case: Case, model: nn.Module, batch: Batch, phase: Phase, *, backwar
             )
         outputs = [each.detach().clone() for each in tensors_of(output)]
         measured = case.loss(output, batch.target)
-        loss, weight = mean(measured), float(measured[1]) if is_pair(measured) else None
+        loss, weight = mean(measured, trained=backward), float(measured[1]) if is_pair(measured) else None
         if backward:
             backward_within(loss)
     return Outcome(outputs, float(loss.detach()), weight, order)
