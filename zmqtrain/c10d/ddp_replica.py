@@ -134,7 +134,10 @@ class DdpReplica:
     async def finish_step(self) -> None:
         """Wait until all parameters have arrived."""
         if not self._begun or not self._machine.all_handed_over:
-            raise RuntimeError("call ModelServers.step() after loss.backward(), and not within no_sync()")
+            raise RuntimeError(
+                "call ModelServers.step() after loss.backward(), and not within no_sync(); if you did, backward did not reach some "
+                "parameters: freeze them (requires_grad_(False)) before the model is wrapped"
+            )
         await self._exchange.end_step()
         await self._exchange.settle()
         self._begun = False

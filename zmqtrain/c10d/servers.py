@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from zmqtrain.arena import Arena, Region, shared_memory_missing
 from zmqtrain.c10d.ddp_replica import SETTING, DdpReplica
 from zmqtrain.c10d.groups import Groups
+from zmqtrain.c10d.left_gradients import LeftGradients
 from zmqtrain.c10d.network_thread import NetworkThread
 from zmqtrain.c10d.rendezvous import encryption_wanted, encrypts, settings_here, this_host
 from zmqtrain.exchange.model_server import ModelServerExchange
@@ -55,7 +56,8 @@ class ModelServers:
         servers.close()
 
     The servers run the optimizer, with the hyperparameters that ``optimizer`` has at each step; its own state stays
-    empty. Gradients leave bucket by bucket while backward goes on. Optimizers must work element by element (SGD, Adam, ...).
+    empty. Gradients leave bucket by bucket while backward goes on, so clipping them afterwards, or any other change, is refused.
+    Optimizers must work element by element (SGD, Adam, ...).
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class ModelServers:
         self.within: Any = divided.within
         """The process group of this rank's own group, for DistributedDataParallel."""
         self._timeout_s, self._optimizer = timeout_s, optimizer
+        self._left = LeftGradients(model.named_parameters())
         self._network = NetworkThread()
         self._region: Region | None = None
         self._nodes: list[Node] = []
@@ -123,6 +126,7 @@ class ModelServers:
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Hand over a copy of a bucket's gradients, which stay unchanged. Never blocks."""
+        self._left.leave()
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             self._replica.add(parameter, gradient)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -133,8 +137,10 @@ class ModelServers:
         """Call it in place of ``optimizer.step()``: waits for the parameters that result from this step's gradients, and takes
         them.
 
-        Raises the error that broke the exchange: `PeerLostError` that names a lost rank, `PeerTimeoutError`, ...
+        Raises the error that broke the exchange (`PeerLostError` that names a lost rank, `PeerTimeoutError`, ...), and `UsageError`
+        if gradients were changed after backward, since they have left for the servers as they were.
         """
+        self._left.require_unchanged()
         self._network.call(self._replica.finish_step())
         self._replica.take()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look at it
