@@ -334,6 +334,12 @@ def test_epochs_of_groups_of_several_end_with_all_their_samples(more: str) -> No
     assert [each.broken for each in found if each.broken] == []
 
 
+def test_those_who_join_train_as_much_as_the_others_and_the_auditor_knows_it() -> None:
+    shape = allreduce(steps=FEW, job='max_workers = 6\non_resize = "linear"')
+    result = simulate(shape, options=Options(faults=[join("joined-1", step=0)]))
+    assert (result.ending.status, result.broken) == ("done", []), result.ending.error
+
+
 @pytest.mark.parametrize("at", [0.04985, 0.04995])
 def test_what_a_worker_leaves_that_is_lost_in_the_last_step_is_trained(at: float) -> None:
     """Its last sums may be under way when the others look for more to train; these agree on what follows."""

@@ -406,8 +406,11 @@ class Auditor:
         if self._lost:
             return  # the remaining properties hold only if no worker was lost
         if until is not None:
-            expected = compute.batch_size * self._placement.groups
+            usual = compute.batch_size * self._placement.groups
+            there = Counter(step for peer, step in self._steps if peer.startswith("worker/"))
             for step in range(self._first, until):
+                more = self._topology.job.on_resize != "keep"  # those who have joined train as much as the others
+                expected = round(usual * there[step] / compute.workers) if more else usual
                 if self._samples[step] != expected:
                     self.note(f"step {step} was trained on {self._samples[step]} samples, not {expected}")
                     break
