@@ -115,6 +115,8 @@ async def test_a_session_is_a_task(name: str, grid: str | None, tmp_path: Path) 
         ({"optimizer": {"scale_lr": "linear"}}, r"\[optimizer\] scale_lr is for tasks"),
         ({"optimizer": {"lr": 0.1}}, r"\[optimizer\] lr and a number as momentum are for tasks"),
         ({"compute": {"accumulate": 2}}, r"\[compute\] precision and accumulate are for tasks"),
+        ({"compute": {"channels_last": True}}, r"\[compute\] channels_last is for tasks"),
+        ({"job": {"keep_checkpoints": 3}}, r"\[job\] keep_checkpoints is for tasks"),
     ],
     ids=str,
 )

@@ -32,6 +32,8 @@ def check_script(topology: Topology, *, resume: str | None) -> None:
     default = type(job).model_fields["checkpoint_every"].default
     if job.checkpoint_every not in (0, default):
         raise UsageError("[job] checkpoint_every is for tasks: a script writes its own checkpoints. Remove it")
+    if job.keep_checkpoints != type(job).model_fields["keep_checkpoints"].default:
+        raise UsageError("[job] keep_checkpoints is for tasks: a script writes its own checkpoints, and removes them. Remove it")
 
 
 def check_session(topology: Topology, groups: int, *, overlap: bool | None) -> None:
@@ -47,6 +49,11 @@ def check_session(topology: Topology, groups: int, *, overlap: bool | None) -> N
     if topology.compute.precision != "float32" or topology.compute.accumulate > 1:
         raise UsageError(
             "[compute] precision and accumulate are for tasks: in your own loop use torch.autocast and session.accumulating()"
+        )
+    if topology.compute.channels_last:
+        raise UsageError(
+            "[compute] channels_last is for tasks: in your own loop use images.to(memory_format=torch.channels_last), and the same "
+            "for the model"
         )
     if topology.elastic and topology.exchange.kind == "allreduce":
         raise UsageError("with all-reduce only the runs of tasks can be elastic: remove [job] elastic")
