@@ -66,7 +66,7 @@ async def test_fewer_samples_than_workers_and_targets_that_are_no_classes() -> N
 
 
 async def test_no_eval_data_means_no_evaluation() -> None:
-    result = await run(topology_of(job={"steps": 2, "eval_every": 1}, compute={"batch_size": 12}), Recipe(eval_data=None))
+    result = await run(topology_of(job={"steps": 2}, compute={"batch_size": 12}), Recipe(eval_data=None))
     assert not result.errors
     assert not result.recorders["worker/0"].of("eval")
     assert Task.__dataclass_fields__["eval_data"].default is None
@@ -208,9 +208,15 @@ def test_a_metric_that_is_no_number(value: Any) -> None:
     ],
 )
 def test_a_metric_to_train_until_is_looked_for_before_the_first_step(metric: str, fields: dict[str, Any], said: str | None) -> None:
-    until = topology_of(job={"until": {"metric": metric, "reaches": 0.5}, "eval_every": 5}).job.until
+    job = topology_of(job={"until": {"metric": metric, "reaches": 0.5}, "eval_every": 5}).job
     with nullcontext() if said is None else pytest.raises(UsageError, match=said):
-        require_metric(Recipe(**fields)("worker/0"), until)
+        require_metric(Recipe(**fields)("worker/0"), job)
+
+
+def test_evaluations_without_data_are_refused() -> None:
+    job = topology_of(job={"steps": 9, "eval_every": 5}).job
+    with pytest.raises(UsageError, match=r"\[job\] eval_every needs an evaluation: give the task eval_data"):
+        require_metric(Recipe(eval_data=None)("worker/0"), job)
 
 
 async def test_a_model_that_needs_gradients_in_evaluations_is_told_how() -> None:

@@ -71,7 +71,7 @@ def build(
                 "[job] task is missing: name a function that returns a zmqtrain.Task (module:function or file.py:function)"
             )
         task = load_task(job.task, job.args, context.data_path, folders=(*job.python_path, Path.cwd()))
-    require_metric(task, job.until)
+    require_metric(task, job)
     source = task.training()
     source.require(compute.batch_size, topology.data.shuffle)
     partition = None if source.stream else partition_of(source, context.placement.groups, topology)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zmqtrain.errors import TaskError, UsageError
-from zmqtrain.topology.job import Until
+from zmqtrain.topology.job import Job
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.task import Measure, Task, user_code
 from zmqtrain.train.weighting import (
@@ -44,13 +44,14 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(1) == target).double().mean()
 
 
-def require_metric(task: Task, until: Until | None) -> None:
-    """Raise `UsageError` if the task has no such metric as training shall go on until. Whether it has ``accuracy``, which is
-    there by default where targets are classes, only an evaluation shows."""
+def require_metric(task: Task, job: Job) -> None:
+    """Raise `UsageError` if the job evaluates, but the task has no data for it, or has no such metric as training shall go on
+    until. Whether it has ``accuracy``, which is there by default where targets are classes, only an evaluation shows."""
+    until = job.until
+    if task.eval_data is None and (until is not None or job.eval_every):
+        raise UsageError(f"[job] {'eval_every' if until is None else 'until'} needs an evaluation: give the task eval_data")
     if until is None:
         return
-    if task.eval_data is None:
-        raise UsageError("[job] until needs an evaluation: give the task eval_data")
     names = ["loss", *(["accuracy"] if task.metrics is None else task.metrics)]
     if until.metric.removeprefix("eval_") not in names and until.metric not in names:
         near = did_you_mean(until.metric, [f"eval_{name}" for name in names])

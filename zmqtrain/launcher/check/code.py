@@ -35,7 +35,7 @@ def _task(topology: Topology, data: str | None) -> Iterator[Finding]:
     try:
         with redirect_stdout(sys.stderr):  # what the task prints must not mix with our rows
             task = load_task(job.task, job.args, data_path_of(data, topology), folders=(".", *job.python_path))
-        require_metric(task, job.until)
+        require_metric(task, job)
         source = task.training()
         compute, data_settings = topology.compute, topology.data
         source.require(compute.batch_size, data_settings.shuffle)
