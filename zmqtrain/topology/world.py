@@ -137,8 +137,8 @@ class EngineSection(Section):
     address: str | None = Field(
         default=None,
         pattern=r"^\S{1,255}$",
-        description="ssh, slurm: IP address or name under which hosts reach the launching machine. Default: the address from "
-        "which it reaches each of them.",
+        description="Not local: IP address or name under which hosts reach the launching machine. Default: the address from which "
+        "it reaches each of them.",
     )
     slurm: SlurmSection = Field(default_factory=SlurmSection, description="What `--submit` requests from Slurm.")
 
