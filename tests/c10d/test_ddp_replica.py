@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zmqtrain.c10d.ddp_replica import SETTING, DdpReplica
-from zmqtrain.errors import PeerLostError, PeerTimeoutError, TaskError
+from zmqtrain.errors import PeerLostError, PeerTimeoutError, TaskError, UsageError
 from zmqtrain.exchange.base import Bucket
 
 
@@ -119,3 +119,51 @@ def test_waiting_for_parameters_ends_at_the_time_out_and_when_aborted() -> None:
     replica.abort(PeerLostError("server/1", "gone", waiting_for="parameters"))
     with pytest.raises(PeerLostError, match="server/1"):
         replica.take()
+
+
+def _loaded(module: nn.Module) -> None:
+    module.load_state_dict({name: tensor + 1.0 for name, tensor in module.state_dict().items()})
+
+
+def _data_changed(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.mul_(0.9)
+
+
+def _stepped(module: nn.Module) -> None:
+    module[1].bias.grad = torch.ones_like(module[1].bias)  # type: ignore[index]
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+
+
+def _exchanged_for_a_while(module: nn.Module) -> None:
+    kept = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    _loaded(module)
+    module.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("change", [_loaded, _data_changed, _stepped])
+def test_parameters_that_a_program_changes_are_not_set_back_without_a_word(change: Callable[[nn.Module], None]) -> None:
+    told, module = Told(), model()
+    replica = replica_of(module, told)
+    change(module)
+    backward(replica, list(module.parameters()))
+    with pytest.raises(UsageError, match=r"the parameter '.*' was changed since ModelServers last set it.*load a model before"):
+        replica.require_taken()
+
+
+@pytest.mark.parametrize("change", [_exchanged_for_a_while, lambda module: None])
+def test_parameters_that_are_as_before_are_no_change(change: Callable[[nn.Module], None]) -> None:
+    told, module = Told(), model()
+    replica = replica_of(module, told)
+    change(module)
+    backward(replica, list(module.parameters()))
+    replica.require_taken()
+
+
+def test_a_change_that_is_meant() -> None:
+    told, module = Told(), model()
+    replica = replica_of(module, told)
+    _loaded(module)
+    replica.accept()
+    backward(replica, list(module.parameters()))
+    replica.require_taken()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zmqtrain.arena import Arena
-from zmqtrain.errors import TaskError
+from zmqtrain.errors import TaskError, UsageError
 from zmqtrain.exchange.base import Bucket, Exchange, Optimize, OptimizerSpec, Sharing
 from zmqtrain.exchange.optimizer import describe_optimizer
 from zmqtrain.train.bucket_machine import BucketMachine, Do
@@ -23,6 +23,8 @@ from zmqtrain.wire.payload import Payload, Value
 from zmqtrain.wire.tensor import TensorPayload
 
 SETTING = "timeout_s= of ModelServers"
+#: Of each parameter so many elements are compared with what servers have, if nothing else says that it was changed.
+SAMPLE = 64
 
 
 class DdpReplica:
@@ -70,6 +72,8 @@ class DdpReplica:
         self.buckets: Sequence[Bucket] = buckets
         self._steps = 0
         self._begun = False
+        self._taken: list[list[tuple[int, int]]] = []  # bucket -> the parameters' versions and places when they were taken
+        self._changed: str | None = None
 
     def connect(self, loop: asyncio.AbstractEventLoop, exchange: Exchange) -> None:
         self._loop, self._exchange = loop, exchange
@@ -112,6 +116,7 @@ class DdpReplica:
         if not self._begun:
             # Read now, and not after the previous step: a schedule has changed them since.
             self._begun = True
+            self._changed, self._taken = self._changed_since_taken(), []
             self._machine.begin_backward(last=True)
             step, self._steps = self._steps, self._steps + 1
             self._loop.call_soon_threadsafe(self._exchange.begin_step, step)
@@ -142,6 +147,32 @@ class DdpReplica:
         await self._exchange.settle()
         self._begun = False
 
+    def require_taken(self) -> None:
+        """Raise `UsageError` if a parameter was not the one that was taken when this step's backward began."""
+        if self._changed is not None:
+            raise UsageError(
+                f"the parameter {self._changed!r} was changed since ModelServers last set it (loaded, clamped, or by a step of the "
+                "optimizer itself), but the parameters are the servers', which would set it back: load a model before you make "
+                "ModelServers, and call servers.step() in place of optimizer.step()"
+            )
+
+    def accept(self) -> None:
+        """The parameters are meant to be others than those that were taken, until the next ones are."""
+        self._taken = []
+
+    def _changed_since_taken(self) -> str | None:
+        """The name of a parameter that the program has changed, if there is one. What is as before is no change, such as weights
+        that were exchanged for an evaluation; what goes through ``.data`` is looked for in a sample."""
+        for bucket, parameters, taken in zip(self.buckets, self._parameters, self._taken, strict=False):
+            for name, (parameter, copy), seen in zip(bucket.names, parameters, taken, strict=True):
+                mine, theirs = parameter.detach(), copy
+                if seen == _place_of(parameter):
+                    every = max(1, parameter.numel() // SAMPLE)
+                    mine, theirs = mine.reshape(-1)[::every], theirs.reshape(-1)[::every]
+                if not torch.equal(mine, theirs.to(mine.device)):
+                    return name
+        return None
+
     def take(self) -> None:
         """Copy the servers' parameters to the model."""
         for index, parameters in enumerate(self._parameters):
@@ -150,3 +181,8 @@ class DdpReplica:
                 with torch.no_grad():
                     for parameter, copy in parameters:
                         parameter.copy_(copy)
+        self._taken = [[_place_of(parameter) for parameter, _ in parameters] for parameters in self._parameters]
+
+
+def _place_of(parameter: Tensor) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()

@@ -57,7 +57,8 @@ class ModelServers:
 
     The servers run the optimizer, with the hyperparameters that ``optimizer`` has at each step; its own state stays
     empty. Gradients leave bucket by bucket while backward goes on, so clipping them afterwards, or any other change, is refused.
-    Optimizers must work element by element (SGD, Adam, ...).
+    Optimizers must work element by element (SGD, Adam, ...). The servers have the parameters, so a checkpoint must be loaded into
+    the model before; a change between two steps is refused.
     """
 
     def __init__(
@@ -138,12 +139,18 @@ class ModelServers:
         them.
 
         Raises the error that broke the exchange (`PeerLostError` that names a lost rank, `PeerTimeoutError`, ...), and `UsageError`
-        if gradients were changed after backward, since they have left for the servers as they were.
+        if gradients were changed after backward, since they have left for the servers as they were, or parameters since the last
+        step, since they are the servers'.
         """
         self._left.require_unchanged()
+        self._replica.require_taken()
         self._network.call(self._replica.finish_step())
         self._replica.take()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look at it
+
+    def accept(self) -> None:
+        """The model's parameters were changed for a while, which the next `step` ends; without this it is refused."""
+        self._replica.accept()
 
     def close(self) -> None:
         """Training is over: waits until all ranks have called this, since they need this rank's server until then."""

@@ -79,6 +79,8 @@ class Between:
     def align(self, model: nn.Module) -> None:
         """Give all ranks one model, to be evaluated or saved: the mean of theirs. All ranks call it."""
         average_over_ranks(model)
+        if isinstance(self._state, ModelServers):
+            self._state.accept()
 
     def close(self, error: BaseException | None = None) -> None:
         """Training is over. Without an error all ranks call it, and wait for each other."""
