@@ -220,6 +220,16 @@ async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(data: Any, a
         assert again.made["worker/0"].read < 8 * 8  # what was behind it was not read again
 
 
+async def test_a_stream_is_resumed_with_as_many_workers_in_a_group(tmp_path: Path) -> None:
+    await train(Recipe(train_data=Numbers(40)), groups=1, size=2, steps=3, folder=tmp_path)
+    found = await train(Recipe(train_data=Numbers(40)), groups=1, size=3, steps=5, resume=tmp_path / "step-00000003")
+    for error in found.errors.values():
+        assert isinstance(error, CheckpointError) and "among the 3 of a group now: resume with 2 ([compute] group_size" in str(
+            error
+        )
+    assert found.errors
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_parts_of_streams_are_resumed_to_the_bit(workers: int, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"shard": divided, "num_workers": workers}

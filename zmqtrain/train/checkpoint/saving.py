@@ -332,9 +332,10 @@ class Saver:
         if was == now and not self._held_otherwise(own, replica, exchange):
             return None
         if self.size[1] != own.sidecar.get("columns") and own.sidecar.get("data") is not None:
+            was_columns = f"{own.sidecar.get('columns')!r:.20}"
             raise CheckpointError(
-                "the checkpoint says how far each worker has read its stream, which is divided in another way among "
-                f"{self.size[1]} columns: resume with a grid of {own.sidecar.get('columns')!r:.20} columns"
+                "the checkpoint says how far each worker has read its stream, which is divided in another way among the "
+                f"{self.size[1]} of a group now: resume with {was_columns} ([compute] group_size, or the columns of the grid)"
             )
         fetch = self._kept
         if self.kind == "averaging":
