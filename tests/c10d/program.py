@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zmqtrain.c10d
+from zmqtrain.errors import UsageError
 from zmqtrain.exchange.gossip.schedule import Schedule
 
 
@@ -146,6 +147,15 @@ def averaging(size: int) -> None:
     expected = alone[dist.get_rank() // 2]
     apart = max(float((one - other).abs().max()) for one, other in zip(mine.parameters(), expected.parameters(), strict=True))
     print("apart by less than 1e-12:", apart < 1e-12)
+    other = zmqtrain.Averaging(mine, 2, every=2)
+    replica = DistributedDataParallel(mine, process_group=other.within)
+    replica.register_comm_hook(other, zmqtrain.ddp_comm_hook)
+    mine.load_state_dict(model().state_dict())
+    replica(data[0][0]).square().mean().backward()
+    try:
+        other.step()
+    except UsageError as error:
+        print("refused:", "load a model before you make Averaging" in str(error))
 
 
 def widely(rank: int, folder: str) -> None:

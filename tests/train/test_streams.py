@@ -224,9 +224,8 @@ async def test_a_stream_is_resumed_with_as_many_workers_in_a_group(tmp_path: Pat
     await train(Recipe(train_data=Numbers(40)), groups=1, size=2, steps=3, folder=tmp_path)
     found = await train(Recipe(train_data=Numbers(40)), groups=1, size=3, steps=5, resume=tmp_path / "step-00000003")
     for error in found.errors.values():
-        assert isinstance(error, CheckpointError) and "among the 3 of a group now: resume with 2 ([compute] group_size" in str(
-            error
-        )
+        assert isinstance(error, CheckpointError)
+        assert "among the 3 of a group now: resume with 2 ([compute] group_size" in str(error)
     assert found.errors
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
 from zmqtrain.c10d.groups import Groups, average_over_ranks
+from zmqtrain.errors import UsageError
 from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer
 from zmqtrain.wire.tensor import TensorPayload
 
@@ -74,11 +75,18 @@ class Averaging:
         if method not in make:
             raise ValueError(f"method is {method!r}; it must be one of {', '.join(make)}")
         self._method = make[method]()
-        for index, parameter in enumerate(self._parameters):
-            self._method.begin(index, TensorPayload.of(_flat_copy(parameter)))
+        begun = [_flat_copy(parameter) for parameter in self._parameters]
+        for index, copy in enumerate(begun):
+            self._method.begin(index, TensorPayload.of(copy))
+        self._begun = None if method == "average" else begun  # until the first step
+        self._other_model = False
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket's gradients over this rank's group, in place."""
+        if self._begun is not None:
+            now = zip(self._begun, self._parameters, strict=True)
+            self._other_model = not all(torch.allclose(copy, parameter.detach().reshape(-1)) for copy, parameter in now)
+            self._begun = None
         gradients = bucket.buffer().div_(self._size)
         handle = dist.all_reduce(gradients, group=self.within, async_op=True)
         assert handle is not None
@@ -86,7 +94,15 @@ class Averaging:
         return future
 
     def step(self) -> None:
-        """The optimizer has made a step: combine the models if it is time to. All ranks call it equally often."""
+        """The optimizer has made a step: combine the models if it is time to. All ranks call it equally often.
+
+        Raises `UsageError` if another model was loaded before the first step, since models are measured against the one that this
+        was made with."""
+        if self._other_model:
+            raise UsageError(
+                "the parameters are others than those with which Averaging was made, towards which they would be pulled back: load "
+                "a model before you make Averaging"
+            )
         self._steps += 1
         if self._steps % self._every:
             return
