@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zmqtrain.errors import TooLateError
 from zmqtrain.membership.context import RoleContext
+from zmqtrain.membership.environment import COORDINATOR
 from zmqtrain.merged_fc import worker as merged_fc
 from zmqtrain.merged_fc.role import run_fc
 from zmqtrain.server.role import run_server
@@ -30,19 +32,24 @@ async def run_role(context: RoleContext, *, task: Task | None = None) -> None:
             context.recorder.event("too late", reason=error.reason)
             context.membership.come_too_late()
     elif context.role.kind == "fc":
-        await _while_needed(run_fc(context, task=task), context.membership.finished, context.timeouts.flush_s)
+        await _while_needed(run_fc(context, task=task), context.membership.finished, partial(_patience_s, context))
     else:
-        await _while_needed(run_server(context), context.membership.finished, context.timeouts.flush_s)
+        await _while_needed(run_server(context), context.membership.finished, partial(_patience_s, context))
 
 
-async def _while_needed(serving: Coroutine[Any, Any, None], finished: asyncio.Event, flush_s: float) -> None:
-    """Run a server until its workers say that they have finished. Workers that never sent it a request (of a script that
-    replicates no model) leave without telling it."""
+async def _while_needed(serving: Coroutine[Any, Any, None], finished: asyncio.Event, patience_s: Callable[[], float]) -> None:
+    """Run a server until its workers say that they have finished, or have left without telling it.
+
+    Args:
+        serving: the server.
+        finished: set when all workers have left.
+        patience_s: called then; how long requests in progress may still take.
+    """
     server, left = asyncio.ensure_future(serving), asyncio.ensure_future(finished.wait())
     try:
         await asyncio.wait({server, left}, return_when=asyncio.FIRST_COMPLETED)
         if not server.done():
-            await asyncio.wait({server}, timeout=flush_s)  # let requests in progress finish
+            await asyncio.wait({server}, timeout=patience_s())
             if not server.done():
                 return
         await server
@@ -52,3 +59,9 @@ async def _while_needed(serving: Coroutine[Any, Any, None], finished: asyncio.Ev
         await asyncio.wait({server, left})
         if not server.cancelled():
             server.exception()  # raised above; or this role was told to end first, and the server's result does not matter
+
+
+def _patience_s(context: RoleContext) -> float:
+    """None for workers that never sent a server anything, as those of a script that replicates no model."""
+    asked = any(received for peer, (_, received) in context.endpoint.traffic().items() if peer != COORDINATOR)
+    return context.timeouts.flush_s if asked else 0.0
