@@ -69,8 +69,9 @@ for name in {names}:
     setattr(torch.cuda, name, lambda *_, name=name, **__: asked.append(name))
 import zmqtrain.c10d.process_group, zmqtrain.c10d.rendezvous
 assert "pydantic" not in sys.modules
-from zmqtrain.launcher.forkserver import ENTRY, import_entry
-import_entry(ENTRY)
+from zmqtrain.launcher.entries import SCRIPT_ENTRY
+from zmqtrain.launcher.forkserver import import_entry
+import_entry(SCRIPT_ENTRY)
 assert "zmqtrain.run.role" in sys.modules, "children import it themselves"
 print(asked)
 """

@@ -15,10 +15,11 @@ import msgpack
 
 import zmqtrain.cli.launch
 import zmqtrain.launcher.run
-import zmqtrain.launcher.task_child  # noqa: F401 - all that the forks need is in memory, and torch's compiler only where it is used
+import zmqtrain.launcher.session_child  # noqa: F401 - all that the forks need is in memory, torch's compiler only where it is used
 from tests.launcher.ready import FORK_SERVER, PYTHON, ZYGOTE
 from zmqtrain.cli.main import main as command
-from zmqtrain.launcher.forkserver import ENTRY, LARGEST_MESSAGE, import_entry
+from zmqtrain.launcher.entries import SCRIPT_ENTRY
+from zmqtrain.launcher.forkserver import LARGEST_MESSAGE, import_entry
 from zmqtrain.launcher.zygote import RUNNING, serve_agent, serve_launcher
 
 # A second for each worker of a divided model: a tensor of a class of its own has torch import these at its first operation, and
@@ -39,7 +40,7 @@ def main(channel: int) -> int:
     tempfile.tempdir = None  # TMPDIR is another one now
     if what in (ZYGOTE, FORK_SERVER):
         del sys.path[0]  # the folder of the tests; the launcher's or the agent's is put there
-        entry = import_entry(ENTRY)
+        entry = import_entry(SCRIPT_ENTRY)
         if what == FORK_SERVER:
             serve_agent(files[0], os.getppid(), entry)
         serve_launcher(socket.socket(fileno=files[0]), entry)

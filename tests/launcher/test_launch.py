@@ -26,11 +26,13 @@ threads = 1
 #: Joins, tells what it was given, and meets the others.
 MEETS = """
 import json, os, sys, zmqtrain
+convert = any(name.endswith(".symbolic_convert") for name in sys.modules)
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 with zmqtrain.session() as session:
     import torch
     told = {name: os.environ.get(name) for name in names}
     told |= {"argv": sys.argv, "threads": torch.get_num_threads(), "name": __name__, "data": session.data_path}
+    told |= {"convert": convert}
     print(json.dumps(told))
     total = session.all_reduce(torch.tensor([float(session.rank + 1)]))
     print("sum", total.item())
@@ -91,6 +93,7 @@ def test_what_roles_get_and_what_a_run_leaves(tmp_path: Path) -> None:
             assert 1024 < int(values["MASTER_PORT"]) < 65536
             assert values["OMP_NUM_THREADS"] == "1"
             assert values["threads"] == 1
+            assert not values["convert"]  # a part of torch's compiler, which the script does without
             assert values["argv"] == ["script.py", "--json", "5"]
             assert values["name"] == "__main__"
             assert values["data"] == str(tmp_path / "elsewhere")
@@ -167,8 +170,10 @@ def test_a_host_that_dies(tmp_path: Path, what: str) -> None:
 
 
 def test_nothing_survives_the_launcher(tmp_path: Path) -> None:
-    with launch(tmp_path, TOLD + STAYS, from_nothing=True) as run:
+    there = "import sys\nprint('compiler', 'torch._dynamo.symbolic_convert' in sys.modules)  # as torch.compile needs it\n"
+    with launch(tmp_path, TOLD + there + STAYS, from_nothing=True) as run:
         run.wait_for(r"\| ready", 2)
+        run.wait_for(r"\| compiler True", 2)  # imported once, for both
         assert len(run.processes()) >= 6  # launcher, agent, zygote, fork server, two workers
         _, token = told(run)
         assert not any(token in word for process in run.processes() for word in process.cmdline())

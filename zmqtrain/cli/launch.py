@@ -119,7 +119,7 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
     with ExitStack() as stack:
         here = emulation is not None or isinstance(engine, LocalEngine)
         if here and options.own_engine is None and not options.detach:  # one that is detached is forked itself
-            from zmqtrain.launcher.forkserver import entry_for
+            from zmqtrain.launcher.entries import entry_for
             from zmqtrain.launcher.prepared import Prepared
 
             agents = len({role.host for role in placement.roles})

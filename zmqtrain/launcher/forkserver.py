@@ -28,13 +28,11 @@ from setproctitle import getproctitle
 
 from zmqtrain.death import adopt_descendants, die_with_parent, end_descendants, end_group, outlive_parent
 from zmqtrain.errors import HostLostError
+from zmqtrain.launcher.entries import SCRIPT_ENTRY
 from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
 
 #: An environment, a few KiB, is the largest message.
 LARGEST_MESSAGE = 1 << 20
-#: The function that children call by default, and if none of them runs a script.
-ENTRY = "zmqtrain.launcher.script_child:main"
-TASK_ENTRY = "zmqtrain.launcher.task_child:main"
 #: The variable that says where the channel is (`channel_at`) at whose other end a fork server is or will be.
 ADOPTED = "ZMQTRAIN_FORK_CHANNEL"
 #: Seconds that a server may take to end the processes that are left.
@@ -57,15 +55,10 @@ class Child:
                 os.kill(self.pid, number)
 
 
-def entry_for(script: str | None) -> str:
-    """The entry for roles of a run whose workers run this script, or a task."""
-    return TASK_ENTRY if script is None else ENTRY
-
-
 class ForkServer:
     """The agent's side. ``async with ForkServer() as server: child = await server.start(environ, output, report)``."""
 
-    def __init__(self, entry: str = ENTRY, *, threads: int = 1) -> None:
+    def __init__(self, entry: str = SCRIPT_ENTRY, *, threads: int = 1) -> None:
         """``entry``: the function that every child calls; its module is imported before forking.
 
         If the environment names a channel (`ADOPTED`), it is used, and no process is started."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from zmqtrain.launcher.adopted import AdoptedHandle, process_of, trace_of
 from zmqtrain.launcher.engine import AGENT, EngineRun, Gathered, Gathering, Handle
-from zmqtrain.launcher.forkserver import ADOPTED, ServerProcess, entry_for
+from zmqtrain.launcher.entries import entry_for
+from zmqtrain.launcher.forkserver import ADOPTED, ServerProcess
 from zmqtrain.launcher.namespaces import in_namespace
 from zmqtrain.launcher.zygote import Zygote
 from zmqtrain.topology.schema import Host

@@ -28,7 +28,8 @@ from setproctitle import getproctitle, setproctitle
 
 from zmqtrain.death import die_with_parent, open_pidfd
 from zmqtrain.launcher.agent import main as agent_main
-from zmqtrain.launcher.forkserver import ADOPTED, ENTRY, LARGEST_MESSAGE
+from zmqtrain.launcher.entries import SCRIPT_ENTRY
+from zmqtrain.launcher.forkserver import ADOPTED, LARGEST_MESSAGE
 from zmqtrain.launcher.namespaces import enter_network, open_namespace
 from zmqtrain.launcher.signals import heed_no_preemption, leave_terminal_to_launcher
 from zmqtrain.launcher.streams import plain_streams
@@ -105,7 +106,7 @@ class Prepared:
         self._agents: list[_Waiting] = []
 
     @classmethod
-    def of(cls, *, agents: int, entry: str = ENTRY) -> Self:
+    def of(cls, *, agents: int, entry: str = SCRIPT_ENTRY) -> Self:
         """Fork the zygote, with this entry (`zmqtrain.launcher.forkserver.import_entry`), and this number of agents. Nothing is
         forked if this process has several threads, or before Linux 5.3.
 

@@ -25,10 +25,10 @@ from setproctitle import getproctitle
 
 from zmqtrain.death import die_with_parent
 from zmqtrain.errors import HostLostError
+from zmqtrain.launcher.entries import SCRIPT_ENTRY
 from zmqtrain.launcher.forkserver import (
     ADOPTED,
     END_S,
-    ENTRY,
     LARGEST_MESSAGE,
     ServerProcess,
     channel_at,
@@ -48,7 +48,7 @@ RUNNING = "ZMQTRAIN_ZYGOTE_CHANNEL"
 class Zygote:
     """The launcher's side. ``async with Zygote() as zygote: channel = zygote.channel()``."""
 
-    def __init__(self, entry: str = ENTRY, *, forked: tuple[ServerProcess, socket.socket] | None = None) -> None:
+    def __init__(self, entry: str = SCRIPT_ENTRY, *, forked: tuple[ServerProcess, socket.socket] | None = None) -> None:
         """``entry``: the function that the fork servers' children call; its module is imported once. ``forked``: the process, if it
         was forked already, and this side of its channel.
 
