@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from tests.patience import PATIENCE_S
-from zmqtrain.errors import HostLostError
+from zmqtrain.errors import HostLostError, UsageError
 from zmqtrain.launcher.child import SCRIPT
+from zmqtrain.launcher.entries import SESSION_ENTRY
 from zmqtrain.launcher.forkserver import Child, ForkServer
 from zmqtrain.launcher.output import OutputReader
 from zmqtrain.membership.environment import RoleEnvironment
@@ -37,7 +38,7 @@ class Started:
 
 @pytest.fixture
 def entry(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"), prepend=os.pathsep)
     return "forked_entries:main"
 
 
@@ -84,11 +85,42 @@ async def test_children_and_how_they_end(entry: str) -> None:
     assert not psutil.pid_exists(server_process.pid)
 
 
+async def test_children_have_what_their_server_has_imported(entry: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import os\nsaid = os.environ.get('GIVEN')\nos.environ['LEFT'] = 'by the module'\n")
+    async with asyncio.timeout(30), ForkServer(entry) as server:
+        await server.preload(["slow", "json.tool"], [str(tmp_path)], {"GIVEN": "for a while"})
+        code, text, _ = await (await start(server, DO="modules", WHO="slow json.tool")).end()
+        assert (code, text) == (0, "slow True for a while\njson.tool True None\nGIVEN None LEFT by the module path False\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import nowhere", "bad cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        ("import sys; sys.exit(3)", "bad cannot be imported: SystemExit: 3"),
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "bad starts threads"),
+    ],
+)
+async def test_what_children_cannot_share_is_refused(entry: str, tmp_path: Path, code: str, why: str) -> None:
+    (tmp_path / "bad.py").write_text(code)
+    async with asyncio.timeout(30), ForkServer(entry) as server:
+        with pytest.raises(UsageError, match=why):
+            await server.preload(["bad"], [str(tmp_path)], {})
+        assert psutil.pid_exists(await server.pid())
+
+
+async def test_a_server_that_dies_while_it_imports(entry: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    async with asyncio.timeout(30), ForkServer(entry) as server:
+        with pytest.raises(HostLostError, match="forkserver"):
+            await server.preload(["bad"], [str(tmp_path)], {})
+
+
 async def test_a_role_is_named_in_the_list_of_processes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import psutil\nprint(psutil.Process().cmdline()[0])\n")
     role = RoleEnvironment("worker/3", "tcp://127.0.0.1:1", "token").to_environ()
-    async with asyncio.timeout(PATIENCE_S), ForkServer() as server:
+    async with asyncio.timeout(PATIENCE_S), ForkServer(SESSION_ENTRY) as server:
         started = await start(server, **role, **{SCRIPT: json.dumps([str(script)])})
         assert await started.end() == (0, "zmqtrain worker/3\n", b"")
 
@@ -139,7 +171,7 @@ def _is_running(pid: int) -> bool:
 
 
 async def test_an_entry_that_cannot_be_imported_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"), prepend=os.pathsep)
     async with asyncio.timeout(30), ForkServer("forked_entries_that_are_not_there:main") as server:
         with pytest.raises(HostLostError):
             await start(server, DO="nothing")
@@ -147,7 +179,7 @@ async def test_an_entry_that_cannot_be_imported_is_an_error_at_once(monkeypatch:
 
 async def test_it_leaves_without_a_word(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Frozen objects cannot be freed, so what extension modules do at an exit would report them as leaks."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"), prepend=os.pathsep)
     async with asyncio.timeout(PATIENCE_S), ForkServer("says_bye:main") as server:
         await server.pid()
     assert capfd.readouterr() == ("", "")

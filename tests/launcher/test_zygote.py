@@ -23,7 +23,7 @@ ENTRY = "forked_entries:main"
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "roles"), prepend=os.pathsep)
     return monkeypatch
 
 

@@ -66,8 +66,10 @@ class ForkedProcesses:
     def __init__(self, forks: ForkServer, description: RunDescription, region: Region | None) -> None:
         """``region``: the memory that the host's roles share; ``None``: they share none."""
         self._forks, self._description, self._region = forks, description, region
+        self._preloading, self._preloaded = asyncio.Lock(), False
 
     async def start(self, role: RolePlacement, environment: RoleEnvironment, printed: Callable[[str], None]) -> ForkedProcess:
+        await self._preload(role.host)
         report_read, report_write = os.pipe()
         output_read, output_write = os.pipe()
         output = OutputReader(output_read, printed)
@@ -82,25 +84,43 @@ class ForkedProcesses:
             os.close(report_write)
         return ForkedProcess(child, output, report_read)
 
+    async def _preload(self, host: str) -> None:
+        """Import what the file says, before the first role. Raises `UsageError` if that cannot be shared."""
+        async with self._preloading:
+            modules = self._description.topology.job.preload
+            if modules and not self._preloaded:
+                # Libraries for arithmetic read how many threads they may use when they are loaded. OpenBLAS starts them then.
+                roles = self._description.placement.of_host(host)
+                threads = max((role.threads for role in roles if role.kind == "worker"), default=1)
+                given = {**self._given(host), "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}
+                await self._forks.preload(modules, self._folders(host), given)
+                self._preloaded = True
+
+    def _given(self, host: str) -> Mapping[str, str]:
+        """The variables that the file sets on a host."""
+        return next((each.environment for each in self._description.topology.hosts if each.name == host), {})
+
+    def _folders(self, host: str) -> list[str]:
+        """Where roles look for modules first. A role is forked, and does not read PYTHONPATH as it begins."""
+        folders = [*self._description.topology.job.python_path, *self._given(host).get("PYTHONPATH", "").split(os.pathsep)]
+        return [folder for folder in folders if folder]
+
     def environ(self, role: RolePlacement, environment: RoleEnvironment) -> dict[str, str]:
         """The variables that a role's process has besides those of its agent."""
         description = self._description
         if self._region is not None:  # its slot there is its number among the host's roles
             slot = description.placement.of_host(role.host).index(role)
             environment = replace(environment, arena=self._region.path, slot=slot)
-        given = next((host.environment for host in description.topology.hosts if host.name == role.host), {})
-        # A role is forked, and does not read PYTHONPATH as it begins.
-        folders = [*description.topology.job.python_path, *given.get("PYTHONPATH", "").split(os.pathsep)]
         master = description.placement.workers[0].host
         address = next(host.address for host in description.topology.hosts if host.name == master)
         # MASTER_PORT is for torch.distributed in the user's script; zmqtrain does not listen there.
         port = 20_000 + int.from_bytes(environment.token.encode()[:2]) % 10_000
         variables = {
-            **given,
+            **self._given(role.host),
             **environment.to_environ(),
             **rank_variables(role, description.placement, address, port),
             "OMP_NUM_THREADS": str(role.threads),
-            "ZMQTRAIN_PYTHON_PATH": os.pathsep.join(filter(None, folders)),
+            "ZMQTRAIN_PYTHON_PATH": os.pathsep.join(self._folders(role.host)),
         }
         if description.data_path is not None:
             variables["ZMQTRAIN_DATA"] = description.data_path

@@ -17,18 +17,19 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgpack
 from setproctitle import getproctitle
 
 from zmqtrain.death import adopt_descendants, die_with_parent, end_descendants, end_group, outlive_parent
-from zmqtrain.errors import HostLostError
+from zmqtrain.errors import HostLostError, UsageError
 from zmqtrain.launcher.entries import SCRIPT_ENTRY
+from zmqtrain.launcher.preload import preload
 from zmqtrain.launcher.signals import heed_no_preemption, wanted_on_sigterm
 
 #: An environment, a few KiB, is the largest message.
@@ -67,6 +68,7 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self._ready: asyncio.Future[int] | None = None
         self._starting: dict[int, asyncio.Future[int]] = {}
+        self._importing: dict[int, asyncio.Future[str]] = {}
         self._children: dict[int, Child] = {}
         self._early: dict[int, int] = {}  # exits of children whose start has not been read yet
         self._number = 0
@@ -117,21 +119,42 @@ class ForkServer:
 
         The caller closes both files on its side. Raises `HostLostError` if the server has died.
         """
-        assert self._ready is not None
-        await asyncio.shield(self._ready)
-        if self._socket is None:
-            raise _died()
-        self._number += 1
-        number = self._number
+        channel = await self._serving()
         started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._starting[number] = started
-        socket.send_fds(self._socket, [msgpack.packb([number, dict(environ)])], [output, report])
+        self._starting[self._number] = started
+        socket.send_fds(channel, [msgpack.packb([self._number, dict(environ)])], [output, report])
         pid = await started
         child = Child(pid, asyncio.get_running_loop().create_future())
         self._children[pid] = child
         if pid in self._early:
             child.exited.set_result(self._early.pop(pid))
         return child
+
+    async def preload(self, modules: Sequence[str], folders: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Import modules in the server, for all processes that are forked from then on.
+
+        Args:
+            modules: their names.
+            folders: from which modules are imported before all others.
+            environ: variables that are set meanwhile.
+
+        Raises `UsageError` if a module cannot be imported there, and `HostLostError` if the server has died.
+        """
+        channel = await self._serving()
+        imported: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._importing[self._number] = imported
+        channel.send(msgpack.packb([self._number, list(modules), list(folders), dict(environ)]))
+        if why := await imported:
+            raise UsageError(f"[job] preload: {why}")
+
+    async def _serving(self) -> socket.socket:
+        """Wait until the server is ready. Returns the channel, for a request with the next number."""
+        assert self._ready is not None
+        await asyncio.shield(self._ready)
+        if self._socket is None:
+            raise _died()
+        self._number += 1
+        return self._socket
 
     def _read(self) -> None:
         assert self._socket is not None
@@ -147,8 +170,12 @@ class ForkServer:
                 return
             self._take(*msgpack.unpackb(data))
 
-    def _take(self, number: int, pid: int, status: int | None) -> None:
-        if number == _READY and status is None:
+    def _take(self, number: int, pid: int, status: int | str | None) -> None:
+        if isinstance(status, str):
+            imported = self._importing.pop(number)
+            if not imported.done():
+                imported.set_result(status)
+        elif number == _READY and status is None:
             assert self._ready is not None
             if not self._ready.done():
                 self._ready.set_result(pid)
@@ -170,8 +197,8 @@ class ForkServer:
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         self._socket = None
-        waiting = [*self._starting.values(), *([self._ready] if self._ready else [])]
-        for future in waiting:
+        waiting: list[asyncio.Future[Any]] = [*self._starting.values(), *self._importing.values()]
+        for future in [*waiting, *([self._ready] if self._ready else [])]:
             if not future.done():
                 future.set_exception(_died())
                 future.exception()  # raised only to callers that await it
@@ -179,6 +206,7 @@ class ForkServer:
             if not child.exited.done():
                 child.exited.set_result(-signal.SIGKILL)
         self._starting.clear()
+        self._importing.clear()
         self._children.clear()
 
 
@@ -220,9 +248,16 @@ def _died() -> HostLostError:
 
 
 def serve(channel: socket.socket, entry: Callable[[int], int]) -> None:
-    """Fork for every request until the other side closes; then kill all processes that are left, also those that children have
-    started."""
+    """Fork or import for every request until the other side closes; then kill all processes that are left, also those that children
+    have started."""
     children: dict[int, int] = {}  # pid -> number of the request
+
+    def imported(message: bytes) -> bool:
+        number, *request = msgpack.unpackb(message)
+        if len(request) == 1:  # the environment of a child
+            return False
+        channel.send(msgpack.packb([number, os.getpid(), preload(*request)]))
+        return True
 
     def become(message: bytes, files: list[int]) -> NoReturn:
         _become(msgpack.unpackb(message)[1], files[0], files[1], entry)
@@ -241,7 +276,7 @@ def serve(channel: socket.socket, entry: Callable[[int], int]) -> None:
     try:
         with suppress(ConnectionError):  # the other side has closed
             channel.send(msgpack.packb([_READY, os.getpid(), None]))
-            fork_for_messages(channel, become, files=2, forked=forked, ended=ended)
+            fork_for_messages(channel, become, files=2, forked=forked, ended=ended, here=imported)
     finally:
         end_descendants()
 
@@ -273,8 +308,9 @@ def fork_for_messages(
     files: int,
     forked: Callable[[bytes, int], None],
     ended: Callable[[int, int], None],
+    here: Callable[[bytes], bool] = lambda _: False,
 ) -> None:
-    """Fork for every message until the other side closes.
+    """Fork for every message until the other side closes, but those that ``here(message)`` has dealt with in this process.
 
     ``become(message, files)`` is the child's life; ``files`` is the number of files that come with a message, which only the child
     keeps. In this process, ``forked(message, pid)`` is called for each child, and ``ended(pid, status)`` at its end.
@@ -296,6 +332,8 @@ def fork_for_messages(
                 message, received, _flags, _address = socket.recv_fds(channel, LARGEST_MESSAGE, files)
                 if not message:
                     return
+                if here(message):
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)

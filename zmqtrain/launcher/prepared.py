@@ -31,6 +31,7 @@ from zmqtrain.launcher.agent import main as agent_main
 from zmqtrain.launcher.entries import SCRIPT_ENTRY
 from zmqtrain.launcher.forkserver import ADOPTED, LARGEST_MESSAGE
 from zmqtrain.launcher.namespaces import enter_network, open_namespace
+from zmqtrain.launcher.one_thread import threads
 from zmqtrain.launcher.signals import heed_no_preemption, leave_terminal_to_launcher
 from zmqtrain.launcher.streams import plain_streams
 from zmqtrain.launcher.zygote import RUNNING, be_zygote
@@ -171,16 +172,12 @@ class Prepared:
 
 
 def _may_fork() -> bool:
-    """Whether this process has one thread, as the kernel counts, which also knows those of libraries; and whether a loop can wait
-    for a child (before Linux 5.3 it cannot)."""
+    """Whether this process has one thread, and a loop can wait for a child (before Linux 5.3 it cannot)."""
     own = open_pidfd(os.getpid())
     if own is None:
         return False
     os.close(own)
-    try:
-        return len(os.listdir("/proc/self/task")) == 1
-    except OSError:
-        return False
+    return threads() == 1
 
 
 @contextmanager

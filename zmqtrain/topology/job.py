@@ -22,6 +22,13 @@ def _task(value: str) -> str:
     return value
 
 
+def _modules(value: tuple[str, ...]) -> tuple[str, ...]:
+    for name in value:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f'cannot be imported: {name}; write names of modules, like "package.module"')
+    return value
+
+
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
     for key, item in value.items():
         if not is_plain(item):
@@ -85,6 +92,12 @@ class Job(Section):
         default_factory=dict, description="Keyword arguments for the task function."
     )
     python_path: Texts = Field(default=(), description="Folders to put at the front of Python's search path in every process.")
+    preload: Annotated[Texts, AfterValidator(_modules)] = Field(
+        default=(),
+        description="Modules that take long to import, such as `sklearn.datasets`: each host imports them once, before it forks "
+        "the processes of its roles, which share them. They must not start threads or use CUDA when they are imported, and see no "
+        "variables of single roles then.",
+    )
     seed: int = Field(
         default=1,
         ge=0,

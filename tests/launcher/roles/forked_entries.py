@@ -39,6 +39,17 @@ def main(report: int) -> int:
     elif todo == "name":
         setproctitle(os.environ["WHO"])
         print(Path("/proc/self/cmdline").read_text().rstrip("\0"), flush=True)
+    elif todo == "modules":
+        for name in os.environ["WHO"].split():
+            print(name, name in sys.modules, getattr(sys.modules[name], "said", None))
+        print(
+            "GIVEN",
+            os.environ.get("GIVEN"),
+            "LEFT",
+            os.environ.get("LEFT"),
+            "path",
+            any(Path(p, "slow.py").exists() for p in sys.path),
+        )
     elif todo == "sleep":
         print("ready", flush=True)
         time.sleep(600)
