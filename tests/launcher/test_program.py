@@ -154,6 +154,8 @@ async def test_a_run_is_followed_to_its_model(folder: Path) -> None:
     """Files beside the task that are named like modules of Python's and others break no process of the run."""
     for name in ("argparse", "json", "random", "select", "zmqtrain"):
         (folder / f"{name}.py").write_text("raise ImportError('this is another module')\n")
+    parents = "import psutil\nprint([process.cmdline()[0] for process in psutil.Process().parents()[:2]])\n"
+    (folder / "own_task.py").write_text(TASK + parents)
     async with zmqtrain.launch("own_task.py:task", steps=6, batch_size=16, threads=1, device="cpu") as run:
         with pytest.raises(CheckpointError, match="no model"):
             run.model()
@@ -165,6 +167,8 @@ async def test_a_run_is_followed_to_its_model(folder: Path) -> None:
     assert [line["values"]["eval_loss"] for line in lines if line["kind"] == "eval"] == [summary["eval"]["eval_loss"]]
     assert (summary["status"], run.summary, run.running) == ("done", summary, False)
     assert run.folder == folder / "runs" / "own_task-001"
+    # The fork server, and what imports torch: forked from the launcher, as by the command.
+    assert "['zmqtrain zygote', 'zmqtrain zygote']" in (run.folder / "logs" / "worker-0.log").read_text()
     before = torch.random.get_rng_state()
     model = run.model()
     assert torch.equal(torch.random.get_rng_state(), before)

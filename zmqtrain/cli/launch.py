@@ -125,6 +125,8 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
             agents = len({role.host for role in placement.roles})
             prepared = stack.enter_context(Prepared.of(agents=agents, entry=entry_for(script[0] if script else None)))
             engine = LocalEngine(prepared=prepared) if emulation is None else EmulatedHosts(emulation, prepared)
+        if options.forked is not None:
+            options.forked()
         from zmqtrain.cli.lead import lead
 
         return lead(file, topology, placement, script, options, data_path=data_path, emulation=emulation, engine=engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,9 @@ class LaunchOptions:
 
     topology: Topology | None = None
     """The job, if the caller has it; the file's folder is then only where relative paths begin."""
+    forked: Callable[[], None] | None = None
+    """Called once this process has forked what it forks itself (`zmqtrain.launcher.prepared`): it may have threads from then on.
+    Not with ``groups = "auto"``, ``detach``, ``go_on`` or ``submit``."""
 
     def all_settings(self) -> list[str]:
         """All changes to the file, including those that have options of their own."""

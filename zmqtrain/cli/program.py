@@ -10,17 +10,22 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from zmqtrain.cli.launch import run_launch
-from zmqtrain.cli.launch_options import LaunchOptions
-from zmqtrain.errors import ZmqTrainError
-from zmqtrain.run.preemption import INTERRUPTED
-from zmqtrain.run.report import report_of
-from zmqtrain.topology.schema import Topology
+from zmqtrain.launcher.one_thread import import_numpy
+
+import_numpy()  # before modules below do: this process forks
+
+from zmqtrain.cli.launch import run_launch  # noqa: E402
+from zmqtrain.cli.launch_options import LaunchOptions  # noqa: E402
+from zmqtrain.errors import ZmqTrainError  # noqa: E402
+from zmqtrain.run.preemption import INTERRUPTED  # noqa: E402
+from zmqtrain.run.report import report_of  # noqa: E402
+from zmqtrain.topology.schema import Topology  # noqa: E402
 
 
 def main() -> int:
@@ -32,22 +37,23 @@ def main() -> int:
     request = json.loads(program.readline())
     report: int = request["report"]
     os.set_inheritable(report, False)
-    Thread(target=_end_with, args=(program,), name="end with the program", daemon=True).start()
+    watching = Thread(target=_end_with, args=(program,), name="end with the program", daemon=True)
     try:
-        return run_launch(Path(request["file"]), (), _options(request))
+        return run_launch(Path(request["file"]), (), _options(request, watching.start))
     except ZmqTrainError as error:
         os.write(report, json.dumps(report_of(error, "launcher")).encode())
         print(f"zmqtrain: {error}", file=sys.stderr)
         return error.exit_code
 
 
-def _options(request: dict[str, Any]) -> LaunchOptions:
+def _options(request: dict[str, Any], forked: Callable[[], None]) -> LaunchOptions:
     return LaunchOptions(
         topology=Topology.from_dict(request["topology"]),
         data=request["data"],
         resume=request["resume"],
         run_dir=Path(request["folder"]),
         emulate=request["emulate"],
+        forked=forked,
     )
 
 
