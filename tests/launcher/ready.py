@@ -33,7 +33,7 @@ import msgpack
 from tests import environment
 from tests.environment import read_at_import
 from tests.patience import PATIENCE_S
-from zmqtrain.launcher.forkserver import ADOPTED, LARGEST_MESSAGE
+from zmqtrain.launcher.forkserver import ADOPTED, LARGEST_MESSAGE, channel_at
 from zmqtrain.launcher.zygote import RUNNING, Zygote
 
 #: What a fork is if not a ``zmqtrain`` command: the zygote of one launch, or an agent's fork server.
@@ -214,6 +214,11 @@ class ReadyZygote(Zygote):
             _, channel = ready_process().zygote(Path.cwd(), os.environ, 2)  # what it prints goes where this process says
             os.environ[RUNNING] = str(channel.detach())
         return await super().__aenter__()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await super().__aexit__(*exc)
+        if (channel := os.environ.pop(RUNNING, None)) is not None:
+            channel_at(channel).close()
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ end = threading.Event()
 thread = threading.Thread(target=end.wait)
 thread.start()
 with Prepared.of(agents=2) as prepared:
-    print(len(children()), prepared.take_zygote(), prepared.take_agent({}, None, None))
+    print(len(children()), prepared.zygote(), prepared.take_agent({}, None, None))
 end.set()
 thread.join()
 """
@@ -87,3 +87,22 @@ with Prepared.of(agents=1) as prepared:
     asyncio.run(main(prepared))
 """
     assert run(code).split() == ["-9"]
+
+
+def test_the_zygote_serves_again_until_it_dies() -> None:
+    """Here nothing asks it for a fork server, for which it would have to import torch."""
+    code = """
+from zmqtrain.launcher.zygote import Zygote
+
+async def main(prepared):
+    async with Zygote(forked=prepared.zygote()) as zygote:
+        return zygote.pid
+
+with Prepared.of(agents=0) as prepared:
+    first, second = (asyncio.run(main(prepared)) for _ in range(2))
+    print(first == second == int(children()[0]))
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    print(prepared.zygote(), len(children()))
+"""
+    assert run(code).split() == ["True", "None", "0"]

@@ -333,6 +333,8 @@ def fork_for_messages(
                 if not message:
                     return
                 if here(message):
+                    for file in received:
+                        os.close(file)
                     continue
                 pid = os.fork()
                 if pid == 0:

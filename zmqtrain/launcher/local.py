@@ -48,7 +48,7 @@ class LocalEngine:
     async def forking(self, script: str | None) -> AsyncIterator[None]:
         """Within the block, agents that are started share one import of torch; without it, each starts a fork server of its own.
         ``script``: the script that workers run; ``None``: a task."""
-        forked = None if self._prepared is None else self._prepared.take_zygote()
+        forked = None if self._prepared is None else self._prepared.zygote()
         async with Zygote(entry_for(script), forked=forked) as self._zygote:
             try:
                 yield

@@ -64,6 +64,12 @@ class ForkedChild:
         assert self.returncode is not None
         return self.returncode
 
+    def poll(self) -> int | None:
+        """Its exit code, if it has ended, outside a loop."""
+        if self.returncode is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            self.reap()
+        return self.returncode
+
     def send_signal(self, number: int) -> None:
         """Send a signal; nothing happens if it has ended."""
         if self.returncode is None:
@@ -99,8 +105,8 @@ class _Waiting:
 
 
 class Prepared:
-    """Children that wait to be needed: ``with Prepared.of(agents=2) as prepared: ...``. Those that nobody has taken end with the
-    block."""
+    """Children that wait to be needed: ``with Prepared.of(agents=2) as prepared: ...``. The zygote, and agents that nobody has
+    taken, end with the block."""
 
     def __init__(self) -> None:
         self._zygote: _Waiting | None = None
@@ -139,10 +145,14 @@ class Prepared:
             waiting.end()
         self._agents, self._zygote = [], None
 
-    def take_zygote(self) -> tuple[ForkedChild, socket.socket] | None:
-        """The zygote and the launcher's end of its channel, if there is one that nobody has taken. They are the caller's."""
-        waiting, self._zygote = self._zygote, None
-        return None if waiting is None else (waiting.child, waiting.channel)
+    def zygote(self) -> tuple[ForkedChild, socket.socket] | None:
+        """The zygote, if one lives, and the launcher's end of its channel. They are lent, to one launch at a time."""
+        waiting = self._zygote
+        if waiting is None or waiting.child.poll() is None:
+            return None if waiting is None else (waiting.child, waiting.channel)
+        waiting.channel.close()
+        self._zygote = None
+        return None
 
     def take_agent(self, environ: Mapping[str, str], channel: socket.socket | None, network: str | None) -> ForkedChild | None:
         """Let an agent begin, if one waits. It is the caller's.

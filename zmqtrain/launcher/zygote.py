@@ -5,8 +5,10 @@ takes seconds of processor time and hundreds of megabytes per host. So the launc
 forks a fork server from it for each host. The fork server is at the other end of a channel that the agent inherits, has the agent's
 environment and network namespace, and ends with the channel, that is, with its agent.
 
+It serves all launches of one process, one after another: those of a search, and of a run that begins again.
+
 A program that launches many short runs can import once for all of them: it forks a process that calls `serve_launcher` for each
-launch, and the launcher inherits the channel to it (`RUNNING`). Where many launches or agents are to find such a process that they
+launcher, which inherits the channel to it (`RUNNING`). Where many launches or agents are to find such a process that they
 have inherited nothing from, it listens at a path instead (`zmqtrain.launcher.forkserver.channel_at`).
 """
 
@@ -17,6 +19,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn, Self
 
 import msgpack
@@ -41,8 +44,10 @@ from zmqtrain.launcher.forkserver import (
 from zmqtrain.launcher.namespaces import enter_network
 from zmqtrain.launcher.signals import heed_no_preemption, leave_terminal_to_launcher
 
-#: Says where the channel to a zygote is that is running already (`channel_at`). A channel serves one launch.
+#: Says where the channel to a zygote is that is running already (`channel_at`). A channel serves one launcher.
 RUNNING = "ZMQTRAIN_ZYGOTE_CHANNEL"
+#: Requests to a zygote, each with a file: fork a fork server, for the channel; close the file once no fork server is left.
+_FORK, _WAIT = b"\0", b"\1"
 
 
 class Zygote:
@@ -50,10 +55,11 @@ class Zygote:
 
     def __init__(self, entry: str = SCRIPT_ENTRY, *, forked: tuple[ServerProcess, socket.socket] | None = None) -> None:
         """``entry``: the function that the fork servers' children call; its module is imported once. ``forked``: the process, if it
-        was forked already, and this side of its channel.
+        was forked already, and this side of its channel. Both stay its owner's, and can serve again afterwards.
 
         Where the environment names a channel (`RUNNING`), it is used, and no process is started."""
         self._entry, self._forked = entry, forked
+        self._inherited = False
         self._process: ServerProcess | None = None
         self._socket: socket.socket | None = None
         self._asked = False  # for a fork server
@@ -61,8 +67,9 @@ class Zygote:
     async def __aenter__(self) -> Self:
         running = os.environ.get(RUNNING)
         if running is not None:
-            if running.isdecimal():  # it serves this launch only; at a path there is a zygote for each
-                del os.environ[RUNNING]
+            if running.isdecimal():  # at a path there is a zygote for each connection
+                self._inherited = True
+                del os.environ[RUNNING]  # until the end: it serves this launcher only
             self._socket = channel_at(running)
             self._socket.set_inheritable(False)
             return self
@@ -80,11 +87,39 @@ class Zygote:
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        """End the process, and all fork servers that are left."""
+        """End the process if this has started it, and all fork servers that are left."""
         assert self._socket is not None
-        self._socket.close()  # one that was inherited ends by itself
-        if self._process is not None:
-            await ended_by_itself(self._process, END_S if self._asked else 0.0)
+        if self._forked is not None and self._process is self._forked[0]:
+            await self._no_fork_servers()
+        elif self._inherited:
+            await self._no_fork_servers()
+            os.environ[RUNNING] = str(self._socket.detach())
+        else:
+            self._socket.close()  # one that was connected to ends by itself
+            if self._process is not None:
+                await ended_by_itself(self._process, END_S if self._asked else 0.0)
+
+    async def _no_fork_servers(self) -> None:
+        """Wait until those that were asked for have ended, as they do with their agents."""
+        assert self._socket is not None
+        if not self._asked:
+            return
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+        read, write = os.pipe()
+        try:
+            socket.send_fds(self._socket, [_WAIT], [write])
+        except OSError:  # it has died, and closes nothing
+            closed.set()
+        finally:
+            os.close(write)
+        loop.add_reader(read, closed.set)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await closed.wait()
+        finally:
+            loop.remove_reader(read)
+            os.close(read)
 
     @property
     def pid(self) -> int:
@@ -102,7 +137,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                socket.send_fds(self._socket, [b"\0"], [theirs.fileno()])
+                socket.send_fds(self._socket, [_FORK], [theirs.fileno()])
             except OSError as error:
                 ours.close()
                 raise HostLostError(f"the process that fork servers are forked from has died ({error})") from error
@@ -142,8 +177,17 @@ def serve_launcher(requests: socket.socket, entry: Callable[[int], int]) -> None
     def become(_message: bytes, files: list[int]) -> NoReturn:
         serve_agent(files[0], parent, entry)
 
-    fork_for_messages(requests, become, files=1, forked=lambda *_: None, ended=lambda *_: None)
-    # Fork servers that are left end with their agents, and first the processes below them.
+    def waited(message: bytes) -> bool:
+        if message == _WAIT:
+            _wait_for_fork_servers()
+        return message == _WAIT
+
+    fork_for_messages(requests, become, files=1, forked=lambda *_: None, ended=lambda *_: None, here=waited)
+    _wait_for_fork_servers()
+
+
+def _wait_for_fork_servers() -> None:
+    """They end with their agents, and first the processes below them."""
     psutil.wait_procs(psutil.Process().children(), timeout=END_S)
 
 
