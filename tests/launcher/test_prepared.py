@@ -106,3 +106,24 @@ with Prepared.of(agents=0) as prepared:
     print(prepared.zygote(), len(children()))
 """
     assert run(code).split() == ["True", "None", "0"]
+
+
+def test_all_runs_of_a_search_have_one_zygote() -> None:
+    """Of hosts that are other machines each has its own."""
+    code = """
+from zmqtrain.launcher.fleet import engine_for
+from zmqtrain.topology.schema import Topology
+
+async def main(topology, prepared):
+    async with engine_for(topology, None, prepared).forking(None):
+        return children()
+
+job = {"job": {"task": "task.py"}, "hosts": [{"name": "one", "address": "one", "slots": 1}]}
+kinds = [{**job, "engine": {"kind": kind}} for kind in ("local", "ssh")]
+here, there = map(Topology.from_dict, kinds)
+with Prepared.of_search(there, None):
+    print(len(children()))
+with Prepared.of_search(here, None) as prepared:
+    print([asyncio.run(main(here, prepared)) for _ in range(2)] == [children()] * 2, len(children()))
+"""
+    assert run(code).split() == ["0", "True", "1"]

@@ -79,11 +79,6 @@ def _launch_tuned(
     file: Path, topology: Topology, script: Sequence[str], emulation: Emulation | None, options: LaunchOptions
 ) -> int:
     """Find the best number of groups, and train with it."""
-    from zmqtrain.cli.lead import begun_run
-    from zmqtrain.cli.tune_tables import Shown
-    from zmqtrain.experiment.launch import launch_tuned
-    from zmqtrain.observe.sinks.make import make_sinks
-
     if script or options.detach:
         raise UsageError(
             'groups = "auto" needs a task and a launch in the foreground: set [compute] groups to a number, or '
@@ -91,13 +86,27 @@ def _launch_tuned(
         )
     if emulation is not None:
         emulation.check_search(topology)
-    make_sinks(topology.observe.to)  # now rather than after the search
-    begun = begun_run(options)
-    resume = options.resume if begun is None else str(begun)
-    data = _data_path(topology, options)
-    json_lines = options.json_lines
-    shown = Shown(json_lines=json_lines)
-    return launch_tuned(file, topology, emulation, shown, json_lines=json_lines, data=data, resume=resume, run_dir=options.run_dir)
+    from zmqtrain.launcher.prepared import Prepared
+
+    with Prepared.of_search(topology, emulation) as prepared:
+        from zmqtrain.cli.lead import begun_run
+        from zmqtrain.cli.tune_tables import Shown
+        from zmqtrain.experiment.launch import launch_tuned
+        from zmqtrain.observe.sinks.make import make_sinks
+
+        make_sinks(topology.observe.to)  # now rather than after the search
+        begun = begun_run(options)
+        return launch_tuned(
+            file,
+            topology,
+            emulation,
+            Shown(json_lines=options.json_lines),
+            json_lines=options.json_lines,
+            data=_data_path(topology, options),
+            resume=options.resume if begun is None else str(begun),
+            run_dir=options.run_dir,
+            prepared=prepared,
+        )
 
 
 def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Emulation | None, options: LaunchOptions) -> int:

@@ -280,6 +280,9 @@ def tune(
     This is Omnivore's automatic optimizer: short trials from one checkpoint, which take at most a tenth of the time. See
     docs/tuning.md.
     """
+    from zmqtrain.launcher.one_thread import import_numpy
+
+    import_numpy()  # the search forks (`zmqtrain.launcher.prepared`)
     from zmqtrain.cli.tune import How, names_of, run_tune
 
     how = How(simulate, emulate, shaping, dilation, names_of(strategy or ()), curves, resume)

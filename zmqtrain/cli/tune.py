@@ -1,4 +1,7 @@
-"""``zmqtrain tune FILE``: which number of groups, momentum and learning rate reach the target soonest, and why."""
+"""``zmqtrain tune FILE``: which number of groups, momentum and learning rate reach the target soonest, and why.
+
+What searches (`zmqtrain.experiment`) is imported once the process is forked that all trials fork their roles from.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,10 @@ from typing import get_args
 
 from zmqtrain.cli.emulation import emulation_of
 from zmqtrain.cli.overrides import load_with
-from zmqtrain.cli.tune_tables import Shown
 from zmqtrain.errors import UsageError
-from zmqtrain.experiment.search import TuningRun
-from zmqtrain.experiment.tuning import require_trials
+from zmqtrain.launcher.prepared import Prepared
 from zmqtrain.launcher.signals import sigterm_interrupts
 from zmqtrain.launcher.streams import survive_closed_streams
-from zmqtrain.observe.sinks.make import make_sinks
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.tune.baselines import StrategyName
 
@@ -55,8 +55,6 @@ def run_tune(
         raise UsageError("--simulate and --emulate cannot be combined: remove one of them")
     if how.curves and topology.tune.target_loss is None:
         raise UsageError("--curves needs a target: set [tune] target_loss")
-    require_trials(file, topology)
-    make_sinks(topology.observe.to)  # now rather than after the search
     if how.simulate and any(fault.at is None for fault in topology.faults):
         raise UsageError(
             '[[faults]] cannot have a "step" in a search, since each trial counts its own steps: give "at" (a time) instead'
@@ -64,18 +62,26 @@ def run_tune(
     emulation = None if how.simulate else emulation_of(topology, how.emulate, how.shaping, how.dilation)
     if emulation is not None:
         emulation.check_search(topology)
-    data_path = data_path_of(data, topology)
-    search = TuningRun(
-        topology,
-        folder=file.resolve().parent,
-        data=data_path,
-        simulate=how.simulate,
-        emulation=emulation,
-        # If everything is modelled, the planner knows all times.
-        measured=not (how.simulate or how.emulate) or topology.compute.device != "modelled" or topology.compute.profile is None,
-    )
-    shown = Shown(json_lines=json_lines)
-    return search.run(shown, how.strategies, curves=how.curves, resume=how.resume, run_dir=run_dir)
+    with Prepared() if how.simulate else Prepared.of_search(topology, emulation) as prepared:
+        from zmqtrain.cli.tune_tables import Shown
+        from zmqtrain.experiment.search import TuningRun
+        from zmqtrain.experiment.tuning import require_trials
+        from zmqtrain.observe.sinks.make import make_sinks
+
+        require_trials(file, topology)
+        make_sinks(topology.observe.to)  # now rather than after the search
+        search = TuningRun(
+            topology,
+            folder=file.resolve().parent,
+            data=data_path_of(data, topology),
+            simulate=how.simulate,
+            emulation=emulation,
+            # If everything is modelled, the planner knows all times.
+            measured=not (how.simulate or how.emulate) or topology.compute.device != "modelled" or topology.compute.profile is None,
+            prepared=prepared,
+        )
+        shown = Shown(json_lines=json_lines)
+        return search.run(shown, how.strategies, curves=how.curves, resume=how.resume, run_dir=run_dir)
 
 
 def names_of(given: Sequence[str]) -> tuple[StrategyName, ...]:

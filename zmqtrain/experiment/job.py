@@ -127,7 +127,8 @@ class JobRuns:
         description = RunDescription(topology, placement, self.probes.folder, self.probes.data_path, resume=resume)
         watching = None if monitor is None else Watching(view, monitor)
         sinks = FanOut(topology.observe.to, topology.observe.options)
-        launch = Launch(description, directory, watching or view, emulation=emulation, sinks=sinks)
+        prepared = self.probes.prepared
+        launch = Launch(description, directory, watching or view, emulation=emulation, sinks=sinks, prepared=prepared)
         if watching is not None:
             watching.halt = launch.halt
         code, whole_s = run(timed(launch.run()), dilation=None if emulation is None else emulation.dilation)

@@ -18,6 +18,7 @@ from zmqtrain.experiment.job import JobError, JobRuns, rest
 from zmqtrain.experiment.runs import Folders, LaunchedRuns
 from zmqtrain.experiment.tuning import Reporter, Tuning, again, require_trials, search_folder, searched, with_compression
 from zmqtrain.launcher.emulate import Emulation
+from zmqtrain.launcher.prepared import Prepared
 from zmqtrain.launcher.signals import sigterm_interrupts
 from zmqtrain.observe.run_directory import find_run
 from zmqtrain.plan.efficiency import fewest
@@ -45,9 +46,10 @@ def launch_tuned(
     data: str | None,
     resume: str | None,
     run_dir: Path | None,
+    prepared: Prepared | None = None,
 ) -> int:
     """Tune and train; returns the exit code. ``shown``: reports the progress. ``resume``: the folder of an earlier launch to
-    continue.
+    continue. ``prepared``: what all runs fork their roles from, where the hosts are this machine.
 
     Raises what `TuningRun.run` does.
     """
@@ -61,7 +63,7 @@ def launch_tuned(
         shown.begin(topology, space, directory.path)
 
         def probes_of(name: str) -> LaunchedRuns:
-            return LaunchedRuns(topology, Folders(directory.path / name), data, str(file.resolve().parent), emulation)
+            return LaunchedRuns(topology, Folders(directory.path / name), data, str(file.resolve().parent), emulation, prepared)
 
         job = JobRuns(probes_of("omnivore"), directory.path, json_lines, updates_of(topology, data))
         tuning = Tuning(topology, space, directory, shown)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from zmqtrain.errors import ConnectivityError, HostLostError, NonFiniteLossError, TaskError, UsageError, ZmqTrainError
 from zmqtrain.launcher.emulate import Emulation
+from zmqtrain.launcher.prepared import Prepared
 from zmqtrain.launcher.run import Launch
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.net.loop import run
@@ -123,6 +124,8 @@ class LaunchedRuns:
     folder: str
     """The folder from which relative paths in the file are resolved."""
     emulation: Emulation | None = None
+    prepared: Prepared | None = None
+    """Where the hosts are this machine: what all runs fork their roles from."""
     elapsed_s: float = 0.0
 
     def run(self, trial: Trial) -> Outcome:
@@ -133,7 +136,7 @@ class LaunchedRuns:
         directory.write("topology.toml", topology.to_toml())
         description = RunDescription(topology, place(topology), self.folder, self.data_path)
         view = Listening(monitor)
-        launch = Launch(description, directory, view, emulation=self.emulation)
+        launch = Launch(description, directory, view, emulation=self.emulation, prepared=self.prepared)
         view.halt = launch.halt
         code, whole_s = run(timed(launch.run()), dilation=None if self.emulation is None else self.emulation.dilation)
         if code == INTERRUPTED:

@@ -10,6 +10,7 @@ from zmqtrain.errors import ConnectivityError, ZmqTrainError
 from zmqtrain.experiment.runs import Folders, LaunchedRuns, Runs, SimulatedRuns
 from zmqtrain.experiment.tuning import Reporter, Tuning, again, search_folder, searched, with_compression
 from zmqtrain.launcher.emulate import Emulation
+from zmqtrain.launcher.prepared import Prepared
 from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.topology.schema import Topology
 from zmqtrain.tune.baselines import StrategyName
@@ -29,6 +30,8 @@ class TuningRun:
     emulation: Emulation | None = None
     measured: bool = True
     """Whether updates may take other times than the planner predicts."""
+    prepared: Prepared | None = None
+    """What all runs fork their roles from, where the hosts are this machine."""
 
     def run(
         self,
@@ -81,4 +84,4 @@ class TuningRun:
         folders = Folders(folder / name)
         if self.simulate:
             return SimulatedRuns(topology, folders, self.data)
-        return LaunchedRuns(topology, folders, self.data, str(self.folder), self.emulation)
+        return LaunchedRuns(topology, folders, self.data, str(self.folder), self.emulation, self.prepared)

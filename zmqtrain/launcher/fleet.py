@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zmqtrain.launcher.addresses import addresses_towards, endpoint_at, listening_address
 from zmqtrain.launcher.emulate import EmulatedHosts, Emulation
@@ -43,10 +44,19 @@ from zmqtrain.run.assembly import coordinator_settings
 from zmqtrain.topology.loopback import is_loopback
 from zmqtrain.topology.schema import Host, Topology
 
+if TYPE_CHECKING:
+    from zmqtrain.launcher.prepared import Prepared
 
-def engine_for(topology: Topology, emulation: Emulation | None) -> Engine:
-    """The engine that starts processes on a topology's hosts: emulated, or that of ``[engine]``. Raises like `make_engine`."""
-    return make_engine(topology.engine.kind) if emulation is None else EmulatedHosts(emulation)
+
+def engine_for(topology: Topology, emulation: Emulation | None, prepared: Prepared | None = None) -> Engine:
+    """The engine that starts processes on a topology's hosts: emulated, or that of ``[engine]``. Raises like `make_engine`.
+
+    ``prepared``: processes that wait to be needed, where the hosts are this machine.
+    """
+    if emulation is not None:
+        return EmulatedHosts(emulation, prepared)
+    engine = make_engine(topology.engine.kind)
+    return LocalEngine(prepared=prepared) if isinstance(engine, LocalEngine) else engine
 
 
 def in_one_form(engine: Engine) -> GatheringEngine:

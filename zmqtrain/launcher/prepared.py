@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import msgpack
 from setproctitle import getproctitle, setproctitle
 
 from zmqtrain.death import die_with_parent, open_pidfd
 from zmqtrain.launcher.agent import main as agent_main
-from zmqtrain.launcher.entries import SCRIPT_ENTRY
+from zmqtrain.launcher.entries import SCRIPT_ENTRY, TASK_ENTRY
 from zmqtrain.launcher.forkserver import ADOPTED, LARGEST_MESSAGE
 from zmqtrain.launcher.namespaces import enter_network, open_namespace
 from zmqtrain.launcher.one_thread import threads
@@ -36,6 +36,10 @@ from zmqtrain.launcher.signals import heed_no_preemption, leave_terminal_to_laun
 from zmqtrain.launcher.streams import plain_streams
 from zmqtrain.launcher.zygote import RUNNING, be_zygote
 from zmqtrain.membership.environment import PEER
+
+if TYPE_CHECKING:
+    from zmqtrain.launcher.emulate import Emulation
+    from zmqtrain.topology.schema import Topology
 
 with suppress(ImportError):
     import uvloop  # noqa: F401 - once, for this process and all below it
@@ -136,6 +140,14 @@ class Prepared:
             prepared.__exit__()
             raise
         return prepared
+
+    @classmethod
+    def of_search(cls, topology: Topology, emulation: Emulation | None) -> Self:
+        """Fork the zygote, for all runs of a task with which a search tries settings; nothing if the hosts are other machines.
+
+        Raises `OSError` if a process cannot be started."""
+        here = emulation is not None or topology.engine.kind == "local"
+        return cls.of(agents=0, entry=TASK_ENTRY) if here else cls()
 
     def __enter__(self) -> Self:
         return self

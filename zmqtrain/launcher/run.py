@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from zmqtrain.errors import PortInUseError, RunDirectoryError, UsageError, ZmqTrainError
@@ -54,6 +54,9 @@ from zmqtrain.train.checkpoint.folder import find_checkpoints, step_of
 from zmqtrain.waiting import abandoned
 from zmqtrain.world import wall_s
 
+if TYPE_CHECKING:
+    from zmqtrain.launcher.prepared import Prepared
+
 #: Sinks that take longer to begin are named: a tracking server that does not answer is tried for minutes.
 _SINKS_QUIET_S = 5.0
 
@@ -80,17 +83,19 @@ class Launch:
         sinks: FanOut | None = None,
         leadership: Leadership | None = None,
         refusable: bool = False,
+        prepared: Prepared | None = None,
     ) -> None:
         """``emulation``: put all hosts on this machine, with a network like the file's. The event loop must have the same dilation.
         ``engine``: what starts the agents; by default the engine that the topology names. If it gathers the hosts first, those of
         the description are not final. ``sinks``: where figures go besides the run directory. ``leadership``: of a run whose
         processes outlive this launcher. If it continues another launcher's, nothing is started: what is there is taken over.
         ``refusable``: a run whose sinks refuse it is no run: its directory is discarded, and `run` raises the `UsageError`.
+        ``prepared``: without ``engine``, processes that wait to be needed, where the hosts are this machine.
         """
         self._description, self._directory, self._view = description, directory, view
         self._topology, self._placement = description.topology, description.placement
         self._timeouts = self._topology.job.timeouts
-        self._emulation, self._engine = emulation, engine
+        self._emulation, self._engine, self._prepared = emulation, engine, prepared
         self._sinks = FanOut() if sinks is None else sinks
         world: Literal["real", "emulated"] = "real" if emulation is None else "emulated"
         self._record = RunRecord(description, directory, view, world=world, sinks=self._sinks, lasting=leadership is not None)
@@ -232,7 +237,7 @@ class Launch:
             if leadership is not None and leadership.continues:
                 engine = leadership.adopting(self._description)
             else:
-                engine = self._engine or engine_for(self._topology, self._emulation)
+                engine = self._engine or engine_for(self._topology, self._emulation, self._prepared)
             fleet = await stack.enter_async_context(gathered_hosts(engine, gathering, self._token))
             description = self._settle(fleet.gathered)
             encrypted = self._topology.encrypted(emulated=self._emulation is not None)
