@@ -291,12 +291,12 @@ def turns_left_out(patches: Patches) -> None:
     """What groups with models of their own have left counts as trained."""
 
     def make(got: Any) -> Any:
-        async def mutated(self: ElasticMembers, *args: Any) -> dict[str, int]:
-            return dict.fromkeys(await got(self, *args), 1 << 30)
+        async def mutated(self: ElasticMembers, *args: Any) -> list[tuple[int, bool]]:
+            return [(1 << 30, True) for _ in await got(self, *args)]
 
         return mutated
 
-    patches.around(ElasticMembers, "_how_far", make)
+    patches.around(ElasticMembers, "_what_is_left", make)
 
 
 def turns_taken_again(patches: Patches) -> None:
@@ -309,9 +309,25 @@ def averaged_turns_taken_again(patches: Patches) -> None:
 
 def left_turns_not_handed_over(patches: Patches) -> None:
     def make(to_value: Any) -> Any:
-        return lambda self: [[since, members, first, []] for since, members, first, _ in to_value(self)]
+        def mutated(self: SlotPlan) -> Any:
+            eras, handed_on = to_value(self)
+            return [[[since, members, first, []] for since, members, first, _ in eras], handed_on]
+
+        return mutated
 
     patches.around(SlotPlan, "to_value", make)
+
+
+def lost_with_another_group(patches: Patches) -> None:
+    """What only one group had of another one, which was lost before it, counts after its loss, too."""
+
+    def make(go_on: Any) -> Any:
+        def mutated(self: SlotPlan, since: int, living: Any, counted: Any) -> None:
+            go_on(self, since, living, [(step, True) for step, _ in counted])
+
+        return mutated
+
+    patches.around(SlotPlan, "go_on_without", make)
 
 
 def copy_taken_for_another_model(patches: Patches) -> None:
@@ -558,6 +574,7 @@ MUTATIONS = (
     Mutation("a late group does not learn what others have left", "gossip-epoch", left_turns_not_handed_over, 3),
     Mutation("a copy of a model is taken for another one", "averaging-epoch", copy_taken_for_another_model, 200),
     Mutation("what a partner says of others is not believed", "gossip-epoch", partner_not_believed, 6),
+    Mutation("what is lost with a second group counts", "gossip-epoch", lost_with_another_group, 21000041),
     Mutation("means are divided by the workers that there were", "averaging", mean_divided_wrongly, 2),
     Mutation("an average counts before all have it", "averaging", average_counts_for_some, 22),
     Mutation("a late worker begins without the outer momentum", "averaging-outer", state_without_momentum, 3),

@@ -40,6 +40,7 @@ from zmqtrain.simulate.explore import try_seed
         ("gossip", 9000207),  # a flipped bit in what comes before a state
         ("allreduce", 20000073),  # the next change of the members came before the last one
         ("servers-bounded", 20000140),  # servers waited for a worker that had come too late, and told nobody what they had
+        ("gossip-epoch", 21000041),  # a group is lost that alone had what another lost one had trained
         ("teams-sync", 20000002),  # nobody knew any more who takes part, and a worker waited on
     ],
 )

@@ -135,9 +135,10 @@ def test_a_worker_that_joins_has_the_plan_of_the_others() -> None:
     plan = SlotPlan([A, B, C])
     plan.change(4, [A, C], {B: (2, 3)})
     plan.change(6, [A, C, ("worker/1", 9)], {})
+    plan.go_on_without(8, [A, C], [(7, False)])
     copied = SlotPlan.from_value(plan.to_value())
-    assert copied.eras == plan.eras
-    for wrong in ([], None, [[1, []]], [[0, [], 0, []]], [[0, [["worker/0", 1]], 0, [[1, 2]]]], "worker"):
+    assert (copied.eras, copied.handed_on) == (plan.eras, {("worker/1", 9): 7})
+    for wrong in ([], None, [[1, []], []], [[[0, [], 0, []]], []], [[[0, [["worker/0", 1]], 0, [[1, 2]]]], []], "worker"):
         with pytest.raises(ProtocolError, match="does not say who trains which batches"):
             SlotPlan.from_value(wrong)
 
@@ -152,3 +153,21 @@ def test_what_is_done_is_what_was_taken_but_for_what_is_left() -> None:
     assert [plan.first_step(life) for life in (A, B)] == [0, 0]
     plan.change(6, [C, ("worker/1", 9)], {A: (6, 6)})
     assert plan.first_step(("worker/1", 9)) == 6
+
+
+def test_what_only_a_lost_worker_had_of_another_one_is_left_again() -> None:
+    plan = SlotPlan([A, B, C])
+    plan.go_on_without(4, [A, C], [(3, False)])  # of B the steps 0 to 2 are in the model of A or C
+    assert (plan.eras[-1].left, plan.handed_on) == ((Slot(10),), {B: 3})
+    assert plan.lost([A]) == [B, C]
+    plan.go_on_without(4, [A], [(1, True), (4, True)])  # it was that of C, which has no more than step 0 of it
+    assert [slot.number for slot in plan.eras[-1].left] == [4, 7, 10]
+    assert plan.handed_on == {}
+
+
+def test_of_one_that_has_done_nothing_all_is_left() -> None:
+    plan = SlotPlan([A, B, C])
+    plan.go_on_without(2, [A, C], [(0, False)])
+    assert ([slot.number for slot in plan.eras[-1].left], plan.handed_on) == ([1, 4], {})
+    plan.go_on_without(1, [A], [(9, True)])  # not before the last change, and what nobody has begun is not done
+    assert (plan.eras[-1].since, len(plan.eras)) == (2, 2)

@@ -13,9 +13,9 @@ A *life* is one process under a worker's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from zmqtrain.errors import ProtocolError
 from zmqtrain.net.endpoint import PeerId
@@ -79,12 +79,15 @@ class SlotPlan:
         self.steps: int | None = None
         """The number of steps after which training ends, if that is known. Only what has been torn is still trained after them, so
         that each batch counts for all parameters or for none."""
+        self.handed_on: dict[Life, int] = {}
+        """Lost lives of which others have something that not everybody has: they may be lost with it. Each with the step before
+        which what it has trained counts."""
 
     @classmethod
     def from_value(cls, value: object) -> SlotPlan:
         """What `to_value` of another worker has returned. Raises `ProtocolError`."""
         try:
-            rows: Any = value
+            rows, handed_on = cast(Any, value)
             eras = [
                 Era(
                     int(since),
@@ -94,17 +97,18 @@ class SlotPlan:
                 )
                 for since, members, first, left in rows
             ]
+            known = {(str(peer), int(life)): int(step) for peer, life, step in handed_on}
         except (TypeError, ValueError):
-            eras = []
+            eras, known = [], {}
         if not eras or not all(era.members for era in eras):
             raise ProtocolError(f"{value!r:.100} does not say who trains which batches")
         plan = cls(eras[0].members, since=eras[0].since)
-        plan.eras = eras
+        plan.eras, plan.handed_on = eras, known
         return plan
 
     def to_value(self) -> list[Value]:
         """This plan without its end, for a worker that joins."""
-        return [
+        eras: list[Value] = [
             [
                 era.since,
                 [[peer, life] for peer, life in era.members],
@@ -113,6 +117,35 @@ class SlotPlan:
             ]
             for era in self.eras
         ]
+        return [eras, [[peer, life, step] for (peer, life), step in self.handed_on.items()]]
+
+    def lost(self, living: Collection[Life]) -> list[Life]:
+        """Those of whom it is to be decided what counts when others than the ``living`` are gone: first those that are
+        `handed_on`."""
+        return [*self.handed_on, *(life for life in self.eras[-1].members if life not in living)]
+
+    def go_on_without(self, since: int, living: Sequence[Life], counted: Sequence[tuple[int, bool]]) -> None:
+        """These are the members from ``since`` on. ``counted``: for each of those that are `lost`, the step before which what it
+        has trained is in somebody's model, and whether it is in everybody's."""
+        since = max(since, self.eras[-1].since)
+        again: list[Slot] = []
+        progress: dict[Life, Progress] = {}
+        handed_on = dict(self.handed_on)
+        for life, (step, by_all) in zip(self.lost(living), counted, strict=True):
+            until = self.handed_on.get(life, since)
+            low = min(until, max(step, self.first_step(life)))
+            if life in self.handed_on:
+                again += self._left_by(life, low, low, until)
+            else:
+                progress[life] = low, low
+            handed_on[life] = low
+            if by_all or low == self.first_step(life):
+                del handed_on[life]
+        self.change(since, living, progress)
+        self.handed_on = handed_on
+        if again:
+            era = self.eras[-1]
+            self.eras[-1] = replace(era, left=tuple(sorted((*era.left, *again), key=lambda slot: slot.number)))
 
     def first_step(self, life: Life) -> int:
         """The first step in which this life has a part."""

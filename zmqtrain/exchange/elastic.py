@@ -20,7 +20,7 @@ from typing import Protocol
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.data.division import Division, Span
-from zmqtrain.data.slots import Life, Progress, Slot, SlotPlan
+from zmqtrain.data.slots import Life, Slot, SlotPlan
 from zmqtrain.data.teams import Change as TeamsChange
 from zmqtrain.data.teams import Team, first_teams
 from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError, ViewChangedError
@@ -36,8 +36,6 @@ from zmqtrain.wire.payload import Value
 
 #: Members agree on numbers of at most 64 bits, so on so many workers at once.
 RANKS_AT_ONCE = 48
-#: In such a number, below the rank of a lost worker: how far it had got.
-_STEP_BITS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +109,9 @@ class ElasticMembers:
         """
         self.repeats, self.takes_turns = repeats, takes_turns
         self._contents: Contents | None = None
-        self._missed: list[tuple[int, int, list[Life], dict[PeerId, int]]] = []
+        self._missed: list[tuple[int, int, list[Life], list[tuple[int, bool]]]] = []
         """Changes of those who take turns, of which this worker has no `slots` yet: the view's version, the first step, the
-        members, and how far the lost ones had got."""
+        members, and what counts of the lost ones."""
         self.splits = bool(groups or apart)
         self._apart = [tuple(group) for group in apart]
         self._own = next((group for group in self._apart if endpoint.peer in group), ())
@@ -218,8 +216,8 @@ class ElasticMembers:
         if self.slots is None:
             units = [team.unit for team in self.teams] or list(self._plan(0)[1].items())
             self.slots = SlotPlan(units, since=since, first=first, left=[Slot(number) for number in left])
-            for _, step, lives, how_far in self._missed:
-                self._change_slots(self.slots, step, lives, how_far)
+            for _, step, lives, counted in self._missed:
+                self.slots.go_on_without(step, lives, counted)
             self._missed.clear()
         return self.slots
 
@@ -251,9 +249,9 @@ class ElasticMembers:
                 self._contents.begin_with(known_of(known))
                 self.begins, self.slots = step, SlotPlan.from_value(eras)
                 self.slots.steps, self.slots.total = self.limits
-                for newer, since, lives, how_far in self._missed:
+                for newer, since, lives, counted in self._missed:
                     if newer > version:
-                        self._change_slots(self.slots, since, lives, how_far)
+                        self.slots.go_on_without(since, lives, counted)
                 self._missed.clear()
                 return
             case [int(version), [*eras]] if self._divided is not None:
@@ -477,7 +475,7 @@ class ElasticMembers:
                 decision = await self._what_counts(view, living)
                 if self._apart:
                     sources = await self._find_sources(view, living)
-                how_far = await self._how_far(view, living)
+                counted = await self._what_is_left(view, living)
             except (PeerLostError, ViewChangedError) as error:
                 await self._newer(view, {}, (), error)
                 continue
@@ -493,9 +491,9 @@ class ElasticMembers:
             if self.division is not None:
                 self.division.change(step, list(living.items()), decision.newest)
             if self.takes_turns and self.slots is not None:
-                self._change_slots(self.slots, step, list(living.items()), how_far)
+                self.slots.go_on_without(step, list(living.items()), counted)
             elif self.takes_turns:
-                self._missed.append((decision.version, step, list(living.items()), how_far))
+                self._missed.append((decision.version, step, list(living.items()), counted))
             if self._commits is not None:
                 self._commits.decide(decision)
             before = self._plans[-2][1]
@@ -548,37 +546,27 @@ class ElasticMembers:
                     found[peer, living[peer]] = (source, living[source])
         return found
 
-    async def _how_far(self, view: View, living: Mapping[PeerId, int]) -> dict[PeerId, int]:
-        """Up to which steps what lost workers have trained is in the model of somebody who is there, if groups take turns. A worker
-        that is still waiting for a state cannot say who is lost, but learns it here."""
+    async def _what_is_left(self, view: View, living: Mapping[PeerId, int]) -> list[tuple[int, bool]]:
+        """If groups take turns: for each lost one (`SlotPlan.lost`) the step before which what it has trained is in the model of
+        somebody who is there, and whether it is in everybody's. A worker that is still waiting for a state cannot say who is lost,
+        but learns it here."""
         if not self.takes_turns:
-            return {}
-        members = self.slots.eras[-1].members if self.slots is not None else ()
-        gone = [life for life in members if living.get(life[0]) != life[1]]
+            return []
+        lost = self.slots.lost(list(living.items())) if self.slots is not None else []
 
         async def agree(what: str, value: int) -> int:
             return await self._membership.agree(f"members/{what}", value, tuple(living), version=view.version)
 
-        found = {}
-        for number in range(await agree("gone", len(gone))):
+        found = []
+        for number in range(await agree("lost", len(lost))):
             own = 0
-            if gone:
+            if lost:
                 assert self._contents is not None, "take_over comes before the first step"
-                own = self._workers.index(gone[number][0]) << _STEP_BITS | self._contents.got(gone[number])
-            answer = await agree(f"gone/{number}", own)
-            found[self._workers[answer >> _STEP_BITS]] = answer & (1 << _STEP_BITS) - 1
+                own = self._contents.got(lost[number])
+            step = await agree(f"lost/{number}", own)
+            lacks = await agree(f"lost/{number}/lacks", step - own if lost else 0)
+            found.append((step, lacks == 0))
         return found
-
-    @staticmethod
-    def _change_slots(plan: SlotPlan, since: int, lives: Sequence[Life], how_far: Mapping[PeerId, int]) -> None:
-        """``how_far``: up to which step what a lost worker has trained counts."""
-        since = max(since, plan.eras[-1].since)
-        progress: dict[Life, Progress] = {}
-        for life in plan.eras[-1].members:
-            if life not in lives:
-                step = min(since, max(plan.first_step(life), how_far.get(life[0], 0)))
-                progress[life] = step, step
-        plan.change(since, lives, progress)
 
     async def _newer(
         self, view: View, planned: Mapping[PeerId, int], members: tuple[PeerId, ...], error: ConnectivityError
