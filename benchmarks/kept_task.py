@@ -3,6 +3,7 @@ a grid has whole. In double precision, so that nothing that is lost of it looks 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,3 +39,10 @@ def task() -> Task:
         schedule=schedule,
         train_data=TensorDataset(inputs, targets),
     )
+
+
+def evaluated_task() -> Task:
+    """The same, which is evaluated, too."""
+    own = task()
+    assert isinstance(own.train_data, TensorDataset)
+    return replace(own, eval_data=TensorDataset(*(each[:24] for each in own.train_data.tensors)))

@@ -17,6 +17,7 @@ from typing import Any
 
 import zmqtrain.exchange.gossip.exchange as gossip
 from benchmarks import mutated_grids as grids
+from benchmarks import mutated_groups as groups
 from benchmarks.case import Case, case_of
 from benchmarks.patches import Patches, every
 from zmqtrain.data.division import Division
@@ -607,4 +608,15 @@ MUTATIONS = (
     Mutation("a grid begins before all have their parts", "grid-elastic", grids.begins_before_all, 1),
     Mutation("those that come stay spares", "grid-elastic", grids.never_larger, 3),
     Mutation("survivors of a grid take the last word, not the largest", "grid-elastic", newest_value_not_largest, 3),
+    Mutation("a group that divides its model goes on without one", "grids-averaging", groups.others_stay, 3),
+    Mutation("one of a group is believed to be there, and not the others", "grids-averaging", groups.lost_mate_believed, 3),
+    Mutation("the rows of a group begin like those of different groups", "grids-averaging", groups.from_several_groups, 3),
+    Mutation("a mean of groups is divided by those that there were", "grids-averaging", groups.all_are_there, 1),
+    Mutation("a group that has come trains the batch before", "grids-averaging", groups.batch_of_another, 3),
+    Mutation("a group that has come has no momentum", "grids-averaging", groups.newcomer_without_momentum, 3),
+    Mutation("a group gets a state with averages on their way", "grids-averaging", groups.state_too_soon, 57),
+    Mutation("workers that wait for others keep the run going", "grids-averaging", groups.waiting_counts, 16),
+    Mutation("what a group that has come mixes is no mean", "grids-gossip", groups.no_mean, 3),
+    Mutation("workers of a group evaluate different attempts together", "grids-gossip", groups.not_aligned, 17),
+    Mutation("messages of a group's lost processes are believed", "grids-gossip", groups.one_generation, 100),
 )

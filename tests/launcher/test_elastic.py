@@ -136,6 +136,35 @@ def test_a_worker_of_a_pair_is_killed_where_each_pair_has_its_own_model(tmp_path
         assert run.json("summary.json")["eval"]["eval_loss"] < 1e-3
 
 
+def test_a_group_on_a_grid_is_lost_and_comes_back_as_a_whole(tmp_path: Path) -> None:
+    """Each row with the state of that row. More of it in simulated time: tests/simulate/test_elastic_whole_groups.py."""
+    (tmp_path / "task.py").write_text(
+        waiting(6)
+        .replace("torch.nn.Linear(8, 1)", "torch.nn.Linear(8, 2)")
+        .replace("inputs.sum(1, keepdim=True)", "torch.stack([inputs.sum(1), inputs[:, 0]], 1)")
+    )
+    topology = TOPOLOGY.format(kind="averaging", restarts=1, steps=STEPS)
+    topology = topology.replace("groups = 3", 'groups = 2\ngroup_size = 2\ngrid = "2x1"')
+    topology = topology.replace("[observe]", 'every = 4\naveraging = { method = "outer" }\n[parallel]\nverify = false\n[observe]')
+    (tmp_path / "trial.toml").write_text(topology)
+    with Launched(tmp_path, "trial.toml") as run:
+        roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 4)
+        run.wait_for(r"^step ")
+        kill(tmp_path, next(int(match[2]) for match in roles if match[1] == "worker/3"))
+        assert run.end() == 0, run
+        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+        assert {event["values"]["peer"] for event in events if event["kind"] == "lost"} == {"worker/2", "worker/3"}
+        members = {event["rank"]: event["values"]["members"] for event in events if event["kind"] == "view"}
+        assert all(members[rank] == [f"worker/{rank}" for rank in range(4)] for rank in range(4))
+        steps = [event for event in events if event["kind"] == "step"]
+        for rank in (0, 1):
+            assert [event["step"] for event in steps if event["rank"] == rank] == list(range(STEPS))
+        for rank in (2, 3):
+            assert max(event["step"] for event in steps if event["rank"] == rank) == STEPS - 1
+        assert run.json("summary.json")["eval"]["eval_loss"] < 1e-2
+        assert any("worker/3" in line and "killed by SIGKILL" in line for line in run.lines), "the end says who was lost"
+
+
 def test_servers_go_on_without_the_first_worker_and_with_its_successor(tmp_path: Path) -> None:
     """In step. The other kinds of servers are below, and in simulated time (tests/simulate/test_elastic_servers.py)."""
     (tmp_path / "task.py").write_text(waiting(4))

@@ -33,11 +33,20 @@ class Table:
         lasting: bool = False,
         replicated: bool = False,
         patient: bool = False,
+        whole_groups: bool = False,
         spare: list[Member] | None = None,
     ) -> None:
         chains = Chains([member.peer for member in expected if member.kind == "server"]) if replicated else None
         self.roster = Roster(
-            expected, TIMEOUTS, now=0.0, elastic=elastic, lasting=lasting, patient=patient, chains=chains, spare=spare or ()
+            expected,
+            TIMEOUTS,
+            now=0.0,
+            elastic=elastic,
+            lasting=lasting,
+            patient=patient,
+            whole_groups=whole_groups,
+            chains=chains,
+            spare=spare or (),
         )
         self.expected, self.now = expected, 0.0
         self.answers: dict[int, Any] = {}

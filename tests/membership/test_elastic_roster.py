@@ -455,3 +455,110 @@ def test_one_that_never_comes_is_not_missed_at_the_end() -> None:
         table.exited(worker, 0)
     assert table.outcome is not None
     assert table.outcome.status == "done"
+
+
+# Groups that are lost and come back as a whole.
+
+
+def whole_groups(groups: int = 2, size: int = 2, hosts: int = 1) -> Table:
+    expected = [Member(f"agent/h{number}", "", f"h{number}", "agent", -1) for number in range(hosts)]
+    expected += [
+        Member(f"worker/{rank}", "", f"h{rank % hosts}", "worker", rank, rank // size, rank % size) for rank in range(groups * size)
+    ]
+    table = Table(expected, elastic=True, whole_groups=True)
+    table.join_all()
+    table.told.clear()
+    return table
+
+
+def test_a_group_is_lost_as_a_whole_in_one_view() -> None:
+    table = whole_groups()
+    before = table.roster.version
+    table.exited("worker/3", -9, again=True)
+    assert everybody(table) == ["worker/0", "worker/1"]
+    lost = table.roster.view().lost
+    assert "killed" in lost["worker/3"]
+    assert lost["worker/2"] == "its group cannot go on without worker/3"
+    assert "worker/2" in table.dropped, "it may still be alive"
+    assert [peer for peer, what in table.told if what == "view"] == ["agent/h0", "worker/0", "worker/1"], "one view says both"
+    assert table.roster.version > before
+    table.exited("worker/2", 128, {"message": "lost worker/3", "exit_code": 128}, again=True)
+    assert table.roster.state is State.RUNNING
+    assert everybody(table) == ["worker/0", "worker/1"]
+    for worker in ("worker/0", "worker/1"):
+        table.leave(worker)
+        table.exited(worker, 0)
+    assert table.outcome is not None
+    assert table.outcome.losses == (
+        "worker/3 on h0 was killed by SIGKILL",
+        "lost worker/2 on h0: its group cannot go on without worker/3",
+    )
+
+
+def test_another_process_in_place_of_one_takes_the_others_of_its_group_with_it() -> None:
+    table = whole_groups()
+    table.join("worker/3", 2)
+    assert everybody(table) == ["worker/0", "worker/1", "worker/3"]
+    assert table.roster.view().lost["worker/2"] == "its group cannot go on without worker/3"
+
+
+def test_a_host_takes_the_groups_of_its_workers_with_it() -> None:
+    table = whole_groups(groups=3, size=2, hosts=3)  # worker/2 is on h2, its mate worker/3 on h0
+    table.take(table.roster.handle_host_ended("h2", "it is gone", table.now))
+    assert everybody(table) == ["worker/0", "worker/1"]
+    assert {"worker/2", "worker/3", "worker/4", "worker/5"} <= table.roster.view().lost.keys()
+
+
+def test_a_group_is_ready_as_a_whole_in_one_view() -> None:
+    table = whole_groups()
+    table.exited("worker/3", -9, again=True)
+    table.exited("worker/2", 128, {"message": "lost worker/3", "exit_code": 128}, again=True)
+    for peer in ("worker/3", "worker/2"):
+        table.join(peer, 2)
+    table.told.clear()
+    changes = table.roster.view().changes
+    first = table.ask("ready", "worker/3")
+    assert first not in table.answers
+    again = table.ask("ready", "worker/3")  # it has lost touch, and asks once more
+    assert "asked again" in table.answers[first]
+    assert not table.told
+    last = table.ask("ready", "worker/2")
+    for ticket in (again, last):
+        there = View.from_value(table.answers[ticket]).members
+        assert there["worker/2"].ready
+        assert there["worker/3"].ready
+    assert table.roster.view().changes == changes + 2
+    assert [peer for peer, what in table.told if what == "view"] == ["agent/h0", "worker/0", "worker/1"]
+
+
+def test_one_that_is_ready_is_lost_with_one_that_is_not() -> None:
+    table = whole_groups()
+    table.exited("worker/3", -9, again=True)
+    table.exited("worker/2", 128, {"message": "lost worker/3", "exit_code": 128}, again=True)
+    table.join("worker/3", 2)
+    table.join("worker/2", 2)
+    waits = table.ask("ready", "worker/3")
+    table.exited("worker/2", -9, again=True)
+    assert isinstance(table.error(waits), PeerLostError)
+    assert everybody(table) == ["worker/0", "worker/1"]
+
+
+def test_those_that_wait_for_others_of_their_group_do_not_keep_a_run_going() -> None:
+    table = whole_groups()
+    table.exited("worker/3", -9, again=True)
+    table.exited("worker/2", 128, {"message": "lost worker/3", "exit_code": 128}, again=True)
+    table.join("worker/2", 2)
+    assert table.roster.state is State.RUNNING
+    table.exited("worker/0", -9)
+    assert table.roster.state is State.FAILED
+
+
+def test_those_that_wait_are_told_that_training_has_ended_also_by_another_coordinator() -> None:
+    table = whole_groups()
+    table.exited("worker/3", -9, again=True)
+    table.exited("worker/2", 128, {"message": "lost worker/3", "exit_code": 128}, again=True)
+    table.join("worker/2", 2)
+    later = Table(table.expected, elastic=True, whole_groups=True)
+    later.roster = Roster(table.expected, TIMEOUTS, now=0.0, elastic=True, whole_groups=True, ledger=table.roster.ledger())
+    later.leave("worker/0")
+    assert ("worker/2", "finish") in later.told

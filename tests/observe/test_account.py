@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulate import test_elastic, test_elastic_averages, test_elastic_servers
+from tests.simulate import test_elastic, test_elastic_averages, test_elastic_servers, test_elastic_whole_groups
 from tests.simulate.worlds import servers_topology
 from zmqtrain.data.division import length_of
 from zmqtrain.observe.account import SampleAccount, account_lines
@@ -167,8 +167,8 @@ class Contents:
         elif what == "joined":
             self._came.setdefault(values["step"], {})[peer] = values["source"]
 
-    def replay(self) -> int:
-        """The number of batches in the models of those that are there in the end."""
+    def replay(self) -> set[tuple[str, int]]:
+        """The batches in the models of those that are there in the end."""
         for step, trained in sorted(self._trained.items()):
             for peer, source in self._came.get(step, {}).items():
                 self.of[peer] = set(self.of[source])
@@ -180,7 +180,7 @@ class Contents:
             averaged = self._averaged.get(step, [])
             for peer in averaged:
                 self.of[peer] = set().union(*(before[each] for each in averaged))
-        return len(set().union(*(self.of[peer] for peer in self.members or self.of)))
+        return set().union(*(self.of[peer] for peer in self.members or self.of))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,48 @@ def test_what_others_have_got_of_a_lost_group_counts(exchange: dict[str, Any], f
     contents.members = next((members for _, (step, members) in sorted(views.items(), reverse=True) if step <= 16), ())
     found = account.to_dict(topology, done=True)
     assert found is not None
-    assert found["counted"] == contents.replay() * topology.compute.batch_size
+    assert found["counted"] == len(contents.replay()) * topology.compute.batch_size
+    assert (found["lost"] > 0) == bool(faults)
+
+
+@pytest.mark.parametrize(
+    ("method", "restarts", "faults"),
+    [
+        ({}, 0, []),
+        ({}, 1, [kill("worker/3", step=3)]),
+        ({}, 0, [kill("worker/3", step=1), kill("worker/0", step=5)]),
+        (test_elastic_whole_groups.GOSSIP, 0, []),
+        (test_elastic_whole_groups.GOSSIP, 1, [kill("worker/3", step=3)]),
+    ],
+    ids=["average", "average, one", "average, two", "gossip", "gossip, one"],
+)
+def test_what_others_have_got_of_a_group_that_is_lost_as_a_whole_counts(
+    method: dict[str, Any], restarts: int, faults: list[Fault]
+) -> None:
+    topology = test_elastic_whole_groups.topology("2x1", 3, method, job={"restarts": restarts})
+    account, rows, finished = SampleAccount(), [Contents(), Contents()], set[str]()
+
+    def report(peer: str, events: Sequence[Mapping[str, Any]]) -> None:
+        for event in events:
+            account.add(peer, {"step": None, **event, "values": event.get("values") or {}})
+            finished.update([peer] if event["kind"] == "finish" else [])
+
+    def hear(peer: str, what: str, values: Mapping[str, Any]) -> None:
+        if peer.startswith("worker/"):
+            row = int(peer[7:]) % 2
+            others = {name: [each for each in values[name] if int(each[7:]) % 2 == row] for name in values if name == "members"}
+            rows[row].hear(peer, what, {**values, **others})
+
+    options = Options(faults=faults, task=test_elastic_whole_groups.task(), on_report=report, on_audit=hear)
+    result = simulate(topology, options=options)
+    assert (result.ending.status, result.broken) == ("done", [])
+    seen = []
+    for row, contents in enumerate(rows):
+        contents.members = tuple(peer for peer in finished if int(peer[7:]) % 2 == row)
+        seen.append({(int(peer[7:]) // 2, step) for peer, step in contents.replay()})
+    found = account.to_dict(topology, done=True)
+    assert found is not None
+    assert found["counted"] == len(seen[0] & seen[1]) * topology.compute.batch_size, "others have got both rows"
     assert (found["lost"] > 0) == bool(faults)
 
 

@@ -58,3 +58,26 @@ def test_a_host_stays_that_has_the_last_server() -> None:
         check("h2", topology("model_server", exchange=TWICE), [*ALL, "server/0"])
     with pytest.raises(UsageError, match="no other host has a model server that could have its shard"):
         check("h2", topology("model_server", exchange=TWICE), [*ALL, "server/0", "server/1"], leaving=("server/1",))
+
+
+def test_a_host_stays_without_which_no_group_is_whole() -> None:
+    run = Topology.from_dict(
+        {
+            "job": {"elastic": True},
+            "hosts": [{"name": "h[1-3]", "slots": 2}],
+            "compute": {"groups": 3, "group_size": 2, "grid": "2x1"},
+            "exchange": {"kind": "averaging"},
+        }
+    )
+    placement = place(run)
+
+    def ask(host: str, ready: int) -> None:
+        there = {f"agent/{name}": Member(f"agent/{name}", "", name, "agent", -1) for name in placement.hosts}
+        for role in placement.workers:
+            there[role.peer] = Member(role.peer, "", role.host, "worker", role.index, role.group, ready=role.index < ready)
+        check_drain(host, run, placement, View(3, True, there, {}))
+
+    ask("h1", 6)
+    ask("h3", 2)
+    with pytest.raises(UsageError, match="each group that trains has a worker there"):
+        ask("h1", 2)

@@ -103,6 +103,7 @@ def test_a_job_alone_suffices() -> None:
 
 
 #: Elastic groups of two workers; the exchange follows.
+ROWS = "[job]\nelastic = true\n[compute]\ngroups = 2\ngroup_size = 2\ngrid = '2x1'\n[exchange]\n"
 PAIRS = "[job]\nelastic = true\n[compute]\ngroups = 2\ngroup_size = 2\n[exchange]\n"
 
 
@@ -286,7 +287,37 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
             "[job]\n[compute]\ngroup_size = 4\ngrid = '2x2'\nsmaller_grids = ['3x1']\n",
             "compute.smaller_grids",
             5,
-            "for elastic runs on a grid of several rows",
+            "for elastic runs on a grid of several rows with all-reduce",
+        ),
+        (
+            "[job]\nelastic = true\n[compute]\ngroup_size = 2\ngrid = '2x1'\n[exchange]\nkind = 'averaging'\n",
+            "job.elastic",
+            2,
+            'or several groups and kind = "averaging" or "gossip"',
+        ),
+        (
+            f"{ROWS}kind = 'model_server'\n",
+            "job.elastic",
+            2,
+            'or several groups and kind = "averaging" or "gossip"',
+        ),
+        (
+            f"{ROWS}kind = 'averaging'\naveraging = {{ method = 'outer', deltas = 'int8' }}\n",
+            "job.elastic",
+            2,
+            "among groups on grids of several rows, an elastic run cannot have deltas",
+        ),
+        (
+            f"{ROWS}kind = 'averaging'\n[data]\nshuffle = 'ring'\nring = 'tensors'\n",
+            "job.elastic",
+            2,
+            "on grids of several rows, an elastic run cannot have ring = ",
+        ),
+        (
+            f"{ROWS}kind = 'averaging'\n[[parallel.layers]]\nlayer = '0'\nchoice = 'model'\ngrid = '2x1'\n",
+            "job.elastic",
+            2,
+            "cannot have layers on grids of their own",
         ),
         (
             "[job]\nelastic = true\n[compute]\ngroup_size = 4\ngrid = '2x2'\nsmaller_grids = ['3x1', '4x1']\n",

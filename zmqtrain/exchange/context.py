@@ -61,7 +61,7 @@ class ExchangeContext:
     def own_group(self) -> Group:
         """The workers of this worker's compute group, by position."""
         number = self.worker.role.group
-        return self.group(f"group/{number}", self.worker.placement.group_members(number))
+        return self.group(f"group/{number}{self.worker.generation}", self.worker.placement.group_members(number))
 
     def sums_of_all(self, *, scale: float) -> Sums:
         """Sums over all workers, times ``scale``; in an elastic run divided by what is in them."""
@@ -131,6 +131,8 @@ def _sums_of(
 def _member_of(context: RoleContext) -> MakeMember | None:
     """Makes this worker's places in its host's memory; ``None`` if its gradients are not there."""
     arena = context.arena
+    if context.topology.whole_groups:  # a lost worker may have left something unfinished there, for those that come in its place
+        return None
     if context.make_member is not None:
         return context.make_member
     if arena is None or not _in_memory(context.role.device, context.topology):

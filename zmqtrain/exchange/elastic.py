@@ -92,6 +92,7 @@ class ElasticMembers:
         spares: int = 0,
         groups: Sequence[Sequence[PeerId]] = (),
         apart: Sequence[Sequence[PeerId]] = (),
+        whole: Sequence[Sequence[PeerId]] = (),
         repeats: bool = False,
         takes_turns: bool = False,
     ) -> None:
@@ -104,6 +105,8 @@ class ElasticMembers:
             spares: how many of the workers, the last ones, may come later.
             groups: those that form teams, if groups of several workers train batches of their own (`zmqtrain.data.teams`).
             apart: all groups, if these have several workers and models of their own: a group's steps count on all of it or on none.
+            whole: all groups, if these have models of their own, and no worker of one can train without the others: views show all
+                of a group, or none.
             repeats: a group that has lost a worker trains the step once more that it had under way.
             takes_turns: groups of one worker with models of their own train what a lost one has left.
         """
@@ -112,10 +115,13 @@ class ElasticMembers:
         self._missed: list[tuple[int, int, list[Life], list[tuple[int, bool]]]] = []
         """Changes of those who take turns, of which this worker has no `slots` yet: the view's version, the first step, the
         members, and what counts of the lost ones."""
+        self.assigns = bool(apart or whole)
+        self._whole = [tuple(group) for group in whole]
         self.splits = bool(groups or apart)
         self._apart = [tuple(group) for group in apart]
         self._own = next((group for group in self._apart if endpoint.peer in group), ())
         self._sources: dict[Life, Life] = {}
+        self._attempts: dict[str, Mapping[PeerId, int]] = {}  # the groups of `together` -> the processes of its members
         self._divided, self._usual, self._every = divided, usual, every
         self.divides = divided is not None
         self.late = membership.late
@@ -386,29 +392,37 @@ class ElasticMembers:
             here = self._living(view)
             # A worker that was lost and came back counts as another one: it joins at a later step.
             members = tuple(peer for peer, process in planned.items() if here.get(peer) == process)
+            group = f"{of}/{since}/{len(planned) - len(members)}"
+            if self._whole:
+                self._attempts[group] = planned
             try:
-                result = await run(self._groups.of(members, f"{of}/{since}/{len(planned) - len(members)}"))
+                result = await run(self._groups.of(members, group))
                 # Some members may have finished before the others noticed a loss: a result counts only if all have finished.
-                await self._all_have_finished(name, view, members, planned)
+                await self._all_are_here(name, view, members, planned)
             except PeerLostError as error:
                 await self._newer(view, planned, members, error)
             else:
                 return result
 
-    async def _all_have_finished(self, name: str, view: View, members: tuple[PeerId, ...], planned: Mapping[PeerId, int]) -> None:
+    async def _all_are_here(self, name: str, view: View, members: tuple[PeerId, ...], planned: Mapping[PeerId, int]) -> None:
         """Return once all ``members`` call this, either on all of them or on none. Raises `PeerLostError` if one is lost."""
         while True:
+            here = self._living(view)
+            gone = next((peer for peer in members if here.get(peer) != planned[peer]), None)
+            if gone is not None:  # perhaps another process has its name
+                raise PeerLostError(gone, "it was lost in the meantime", waiting_for=name)
             try:
                 await self._membership.agree(f"{name}/{len(members)}", 0, members, version=view.version)
-            except ViewChangedError as error:  # a member may have been lost, and another process may have its name
+            except ViewChangedError as error:
                 await self._newer(view, {}, (), error)
                 view = self._membership.view
-                here = self._living(view)
-                gone = next((peer for peer in members if here.get(peer) != planned[peer]), None)
-                if gone is not None:
-                    raise PeerLostError(gone, "it was lost in the meantime", waiting_for=name) from None
             else:
                 return
+
+    async def aligned(self, name: str, group: Group) -> None:
+        planned = self._attempts.get(group.name)
+        if self._whole and planned is not None:
+            await self._all_are_here(f"{name}/aligned", self._membership.view, group.members, planned)
 
     async def stop(self) -> None:
         self._stopped = True
@@ -473,8 +487,7 @@ class ElasticMembers:
             try:
                 newest = await membership.agree("members", begun, tuple(living), version=view.version)
                 decision = await self._what_counts(view, living)
-                if self._apart:
-                    sources = await self._find_sources(view, living)
+                sources = await self._find_sources(view, living) if self.assigns else {}
                 counted = await self._what_is_left(view, living)
             except (PeerLostError, ViewChangedError) as error:
                 await self._newer(view, {}, (), error)
@@ -483,7 +496,7 @@ class ElasticMembers:
             if self._prepare is not None:
                 step = await self._prepare(step, living, view.version)
             self._plans.append((step, living))
-            if self._apart:
+            if self.assigns:
                 self._knows, self._sources = True, {**self._sources, **sources}
             self._changes_agreed = view.changes
             self._complete.append(decision.newest)
@@ -528,8 +541,10 @@ class ElasticMembers:
         return Decision(view.version, living, newest, self._workers[holder], lack=bool(lack))
 
     async def _find_sources(self, view: View, living: Mapping[PeerId, int]) -> dict[Life, Life]:
-        """Whose state those begin with that come: one of their group, if any of it was there before, since its model is its own.
-        All agree on that; and what groups have agreed on among themselves counts if all have come this far."""
+        """Whose state those begin with that come: one of their group, if any of it was there before, since its model is its own;
+        but if none of a group trains without the others, each begins with that of the worker at its place in another group, so that
+        together they have one group's model. All agree on that; and what groups have agreed on among themselves counts if all have
+        come this far."""
         before = self._plans[-1][1] if self._knows else {}
         there: set[PeerId] = set()
         for start in range(0, len(self._workers), RANKS_AT_ONCE):
@@ -537,13 +552,18 @@ class ElasticMembers:
             own = sum(1 << n for n, peer in ranks if peer in living and before.get(peer) == living[peer])
             all_know = await self._membership.agree(f"members/there/{start}", own, tuple(living), version=view.version)
             there |= {peer for n, peer in ranks if all_know >> n & 1}
-        found = {}
+        found: dict[Life, Life] = {}
+        for number, group in enumerate(self._whole):
+            coming = any(peer in living and peer not in there for peer in group)
+            able = (other for other in _nearest(self._whole, number) if all(peer in there for peer in other))
+            if coming and (source := next(able, None)) is not None:
+                found |= {(peer, living[peer]): (its, living[its]) for peer, its in zip(group, source, strict=True)}
         for group in self._apart:
             nearest = (*group, *nearest_first(self._workers, group[0]))
-            source = next((peer for peer in nearest if peer in there), None)
+            one = next((peer for peer in nearest if peer in there), None)
             for peer in group:
-                if source is not None and peer in living and peer not in there:
-                    found[peer, living[peer]] = (source, living[source])
+                if one is not None and peer in living and peer not in there:
+                    found[peer, living[peer]] = (one, living[one])
         return found
 
     async def _what_is_left(self, view: View, living: Mapping[PeerId, int]) -> list[tuple[int, bool]]:
@@ -591,3 +611,9 @@ class ElasticMembers:
             except TimeoutError:
                 if not was_away and not self._membership.away:  # a coordinator that is away tells nobody who was lost
                     raise error from None
+
+
+def _nearest(groups: Sequence[tuple[PeerId, ...]], own: int) -> list[tuple[PeerId, ...]]:
+    """The others of ``groups``, in the order of `nearest_first`."""
+    by_first = {group[0]: group for group in groups}
+    return [by_first[first] for first in nearest_first(list(by_first), groups[own][0])]

@@ -23,7 +23,7 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
         exchange, placement = context.topology.exchange, context.placement
         groups = placement.groups
         keeps = context.topology.job.on_resize == "keep"
-        several = placement.group_size > 1
+        whole, several = context.topology.whole_groups, placement.group_size > 1 and not context.topology.whole_groups
         teams, apart = several and exchange.kind == "model_server", several and exchange.kind in ("averaging", "gossip")
         all_groups = [placement.group_members(group) for group in range(groups)]
         return ElasticMembers(
@@ -38,6 +38,7 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
             spares=len(placement.spare_workers),
             groups=all_groups if teams else (),
             apart=all_groups if apart else (),
+            whole=all_groups if whole else (),
             repeats=apart or (teams and exchange.policy == "sync"),
             takes_turns=not script and takes_turns(context.topology),
         )

@@ -40,6 +40,8 @@ class Members(Protocol):
     """Whether a group that has lost a worker trains the step once more that it had under way. Its others wait for that."""
     splits: bool
     """Whether groups have several workers of which some may be lost, and the others go on."""
+    assigns: bool
+    """Whether all agree with whose state a worker begins that comes later (`source`), so that it need not ask for one."""
     divides: bool
     """Whether all workers train in step, and divide the samples of each step anew whenever the members change: by `division`."""
     division: Division | None
@@ -96,7 +98,7 @@ class Members(Protocol):
         ...
 
     def source(self, life: Life) -> Life | None:
-        """With whose state this process begins, or has begun, if it has come to such groups later."""
+        """With whose state this process begins, or has begun, if it has come later and all agree on that (`assigns`)."""
         ...
 
     def share(self, step: int) -> tuple[int, int]:
@@ -191,6 +193,10 @@ class Members(Protocol):
         call, and so must the tags of its collectives."""
         ...
 
+    async def aligned(self, name: str, group: Group) -> None:
+        """Within `together`, called by all of the ``group`` that it has given: returns on all of them or raises `PeerLostError` on
+        all of them. So what only some of them do together after it (those who divide a model) is about the same attempt."""
+
     async def stop(self) -> None:
         """End this worker's part in agreements about the members."""
 
@@ -204,6 +210,7 @@ class FixedMembers:
     limits: tuple[int | None, int | None] = (None, None)
     repeats = False
     splits = False
+    assigns = False
     divides = False
     division: Division | None = None
     takes_turns = False
@@ -319,6 +326,9 @@ class FixedMembers:
         if self._group is None:
             self._group = group_of(self._endpoint, self._members, "members", self._timeout_s)
         return await run(self._group)
+
+    async def aligned(self, name: str, group: Group) -> None:
+        return None
 
     async def stop(self) -> None:
         return None

@@ -134,8 +134,19 @@ class Membership:
         return some
 
     async def ready(self) -> None:
-        """Announce that this process, which joined a run in progress, can take part. On return ``view`` shows it."""
-        self._newer(View.from_value(await self._ask("ready")))
+        """Announce that this process, which joined a run in progress, can take part. On return ``view`` shows it, and that all can
+        without whom it could not train."""
+        patience_s = self.timeouts.barrier_s + self.timeouts.lost_s  # others without whom it cannot train may take longer
+        self._newer(View.from_value(await self._ask("ready", timeout=patience_s)))
+
+    async def until_here(self, peers: Sequence[PeerId]) -> View:
+        """Wait until all ``peers`` are members, however long that takes. Returns the view that says so."""
+        newer = asyncio.Event()
+        self.on_view(lambda _: newer.set())
+        while not self.view.members.keys() >= set(peers):
+            newer.clear()
+            await newer.wait()
+        return self.view
 
     async def barrier(self, name: str, members: Sequence[PeerId] | None = None) -> None:
         """Wait until all ``members`` (all workers, if none are given) have called the barrier of this name.

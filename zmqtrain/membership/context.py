@@ -47,6 +47,10 @@ class RoleContext:
     era: GridEra | None = None
     """The stretch of the run for which all of this holds, if another grid may follow (`zmqtrain.train.grid_run`)."""
 
+    generation: str = ""
+    """Tells the processes that are this worker's group from those that were before, if a whole group is lost at once and comes
+    back: it belongs to the names of what they do together, since a process that is lost may still have sent something."""
+
     @property
     def modelled(self) -> bool:
         """Whether this role only waits for the time that computing would take: it has no task, and does not need torch."""

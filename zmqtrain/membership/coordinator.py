@@ -69,13 +69,15 @@ class Coordinator:
         agents: bool = True,
         elastic: bool = False,
         lasting: bool = False,
+        whole_groups: bool = False,
         heads: Sequence[PeerId] = (),
         copies: bool = True,
         on_event: EventCallback | None = None,
         on_report: ReportCallback | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """``lasting``: model servers have what workers have trained, if all of these are lost.
+        """``lasting``: model servers have what workers have trained, if all of these are lost. ``whole_groups``: no worker of a
+        group can train without the others.
 
         ``heads``: the servers that begin with a shard each, if others may come to serve them. ``copies``: each shard is to be on
         two. ``journal``: keeps what is decided, for another coordinator of this run. If it holds something, this is that one."""
@@ -94,6 +96,7 @@ class Coordinator:
             elastic=elastic,
             lasting=lasting,
             patient=journal is not None,
+            whole_groups=whole_groups,
             chains=Chains(heads) if heads else None,
             copies=copies,
             ledger=ledger,

@@ -29,6 +29,7 @@ from zmqtrain.errors import (
 from zmqtrain.membership.actions import (
     Action,
     Answer,
+    Discard,
     Drop,
     End,
     Failure,
@@ -83,19 +84,24 @@ class Roster:
         elastic: bool = False,
         lasting: bool = False,
         patient: bool = False,
+        whole_groups: bool = False,
         chains: Chains | None = None,
         copies: bool = True,
         ledger: Mapping[str, Any] | None = None,
         spare: Iterable[Member] = (),
     ) -> None:
         """``elastic``: the run continues without workers that are lost, and admits workers that come back. ``lasting``: it does
-        so even if all are lost for a while, since what they have trained is on model servers. ``chains``: without model servers
+        so even if all are lost for a while, since what they have trained is on model servers. ``whole_groups``: no worker of a
+        group can train without the others, so all of them are lost at once, and ready at once. ``chains``: without model servers
         that are lost, too, as long as each shard is left on one. ``copies``: each shard is to be on two. ``patient``: members may
         lose touch with the coordinator for a while, so that a broken link alone does not say that one is lost. ``ledger``: what
         another roster of this run has left (`ledger`), of a run in which all had joined; this one goes on from there. ``spare``:
         members that may come once the run has begun."""
         self._run = RunStatus(timeouts)
         self._elastic, self._lasting, self._patient = elastic, lasting, patient
+        self._whole_groups = whole_groups
+        self._lost_with_it: list[Note] = []  # those that were lost because another one was, until that has been noted
+        self._ready: dict[PeerId, Ticket] = {}  # workers that could take part, if others of their group could, too
         self._told = 0  # the version of the newest view that was sent to all
         self._timeouts = timeouts
         self._members = MemberTable(expected, spare)
@@ -267,6 +273,9 @@ class Roster:
             reason = "it came back as another process"
             self._run.losses.append(f"{peer}: {reason}")
             actions += [*self._remove(entry, Presence.LOST, reason), Note("lost", {"peer": peer}, f"{peer}: {reason}")]
+            others = self._note_others()
+            self._run.losses += [each.reason for each in others]
+            actions += others
         entry.welcome(incarnation, address[:LONGEST_TEXT], ready=not entry.member.is_role)
         entry.exited = False
         if entry.member.kind == "worker":
@@ -306,11 +315,23 @@ class Roster:
         error, entry = self._may_not(peer), self._members.get(peer)
         if error is not None or entry is None:
             return [Refuse(ticket, error or ProtocolError(f"{peer} is not a member of this run"))]
-        self._changes += entry.member.kind == "worker" and not entry.member.ready
-        entry.member = replace(entry.member, ready=True)
+        before = self._ready.pop(peer, None)
+        repeated: list[Action] = [] if before is None else [Discard(before, f"{peer} has asked again")]
+        self._ready[peer] = ticket
+        late = [other for other in self._group_of(entry) if not (other.here and other.member.ready)]
+        if any(other.member.peer not in self._ready for other in late):
+            return repeated  # the last one of its group tells all
         self._version += 1
-        reason = f"{peer} is ready to take part"
-        return [*self._tell_view(reason, but=peer), Answer(ticket, self.view().to_value(), reason)]
+        answered = {peer: ticket}
+        for other in late:
+            self._changes += other.member.kind == "worker"
+            other.member = replace(other.member, ready=True)
+            answered[other.member.peer] = self._ready.pop(other.member.peer)
+        self._ready.pop(peer, None)
+        reason = f"{name_some(list(answered))} {'is' if len(answered) == 1 else 'are'} ready to take part"
+        value = self.view().to_value()
+        told = [action for action in self._tell_view(reason) if not (isinstance(action, Push) and action.to in answered)]
+        return [*repeated, *told, *(Answer(each, value, reason) for each in answered.values())]
 
     def handle_backup(self, head: PeerId, shard: int, backup: PeerId, ticket: Ticket, now: float) -> list[Action]:
         """The server of a shard says that another one has an equal copy from now on."""
@@ -505,7 +526,9 @@ class Roster:
             self._trained = True
             reason = f"{peer} has left, since all was trained"
             told = [
-                other.member.peer for other in self._members.of_kind("worker") if other.here and other.member.peer in self._late
+                other.member.peer
+                for other in self._members.of_kind("worker")
+                if other.here and (other.member.peer in self._late or not other.member.ready)
             ]
             actions += [Push(other, "finish", None, reason) for other in told]
         return actions + self._maybe_finish(now)
@@ -664,7 +687,30 @@ class Roster:
         return [Note("running", {"members": len(self._members)}, reason), *answers, *told]
 
     def _remove(self, entry: Entry, presence: Presence, reason: str) -> list[Action]:
-        """A member is gone, for any reason. Members that wait for it are told."""
+        """A member is gone, for any reason; if it is lost, so are those that cannot train without it. Members that wait for it are
+        told."""
+        actions = self._remove_one(entry, presence, reason)
+        if presence is Presence.LOST and self._elastic and self.state in (State.RUNNING, State.FINISHING):
+            for other in self._group_of(entry):
+                if other.here:
+                    peer, why = other.member.peer, f"its group cannot go on without {entry.member.peer}"
+                    actions += self._remove_one(other, presence, why)
+                    values = {"peer": peer, "host": other.member.host, "reason": why}
+                    self._lost_with_it.append(Note("lost", values, f"lost {peer} on {other.member.host}: {why}"))
+        return actions
+
+    def _note_others(self) -> list[Note]:
+        """Those that were lost because another one was, which has been noted."""
+        noted, self._lost_with_it = self._lost_with_it, []
+        return noted
+
+    def _group_of(self, entry: Entry) -> list[Entry]:
+        """A member, and all without whom it cannot train."""
+        if not (self._whole_groups and entry.member.kind == "worker"):
+            return [entry]
+        return [other for other in self._members.of_kind("worker") if other.member.group == entry.member.group]
+
+    def _remove_one(self, entry: Entry, presence: Presence, reason: str) -> list[Action]:
         if entry.here:
             self._version += 1
             self._changes += self._complete and entry.member.kind == "worker" and entry.member.ready
@@ -673,6 +719,8 @@ class Roster:
         if entry.member.kind == "agent":
             self._heard.forget(entry.member.host)
         actions = self._joining.refuse(peer, PeerLostError(peer, reason))
+        if (ticket := self._ready.pop(peer, None)) is not None:
+            actions.append(Refuse(ticket, PeerLostError(peer, reason)))
         actions += self._barriers.give_up(peer, reason)
         if not self._complete and entry.member.is_role:
             # All members still wait for a view that will never be complete.
@@ -708,15 +756,17 @@ class Roster:
         survivable = self._elastic and self.state in (State.RUNNING, State.FINISHING) and not failure.of_user
         nothing_lost = not self._shards.lost
         spared = all(role.member.kind == "worker" or (nothing_lost and self._shards.chained(role.member.kind)) for role in roles)
+        others = self._note_others()
         if not (survivable and spared):
-            return self._fail(failure, now)
+            return [*others, *self._fail(failure, now)]
         if not self._some_left():
             if not (self.state is State.RUNNING and self._comes_back()):
-                return self._fail(failure, now)
+                return [*others, *self._fail(failure, now)]
             self._run.wait_for_a_worker(failure, now)
-        self._run.losses.append(failure.reason)
+        self._run.losses += [failure.reason, *(each.reason for each in others)]
         values: dict[str, Any] = {"peer": failure.peer, "host": failure.host, "reason": failure.reason}
         noted = [] if failure.exit_code is None else [Note("lost", values, failure.reason)]
+        noted += others
         if self._run.last_worker is not None:
             wait_s = self._timeouts.join_s
             reason = f"no worker is left; waiting for up to {wait_s:g} s for one that is started again"
@@ -724,9 +774,13 @@ class Roster:
         return [*noted, *self._tell_view(failure.reason), *self._maybe_finish(now)]
 
     def _some_left(self) -> bool:
-        """Whether a worker is there, or has trained all that there was for it."""
-        workers = self._members.of_kind("worker")
-        return any(other.here or (other.presence is Presence.LEFT and other.reason != CAME_TOO_LATE) for other in workers)
+        """Whether a worker is there, or has trained all that there was for it. One that waits for others of its group has nothing
+        of what was trained."""
+        return any(
+            (other.here and (other.member.ready or not self._whole_groups))
+            or (other.presence is Presence.LEFT and other.reason != CAME_TOO_LATE)
+            for other in self._members.of_kind("worker")
+        )
 
     def _maybe_give_up(self, now: float) -> list[Action]:
         """If no worker is left, and none comes back any more, or none has come in time: the run has failed."""

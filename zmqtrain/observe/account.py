@@ -76,9 +76,9 @@ class SampleAccount:
             self._begin_attempt()
 
     def before(self, step: int, topology: Topology) -> int:
-        """The samples that count in a checkpoint of this step. An elastic run does not say what was lost before: 0; but on a grid
-        of several rows nothing is."""
-        if topology.elastic and topology.compute.rows == 1:
+        """The samples that count in a checkpoint of this step. An elastic run does not say what was lost before: 0; but where those
+        that are left form another grid nothing is."""
+        if topology.elastic and not topology.forms_grids:
             return 0
         # Workers that end within a moment of their begin may have reported nothing, and yet have kept a checkpoint.
         since = self._begins if self._first is None else self._first
@@ -162,7 +162,8 @@ class SampleAccount:
         every, fragments = (1, 1) if gossips else (exchange.every_steps(topology.compute.groups), exchange.averaging.fragments)
         changes = self._changes(workers)
         # A worker that comes in another's place begins with a copy of somebody else, unless others of its group are there.
-        anew = {step for worker in workers for step in self._late.get(worker, ())} if size == 1 else set()
+        copies = size == 1 or topology.whole_groups
+        anew = {step for worker in workers for step in self._late.get(worker, ())} if copies else set()
         marks = sorted({self._first, *(step for step, _ in changes), *anew, until})
         counted, begun = 0, None
         for mark in (mark for mark in marks if self._first <= mark <= until):
@@ -170,7 +171,7 @@ class SampleAccount:
             if begun is not None and (not there or (mark in anew and mark > begun)):
                 ends = [mark - 1 - (mark + number * every // fragments) % every for number in range(fragments)]
                 for number in range(fragments):
-                    while ends[number] >= begun and not self._had_part(workers, ends[number]):
+                    while ends[number] >= begun and not self._had_part(workers, ends[number], whole=topology.whole_groups):
                         ends[number] -= every
                 counted, begun = counted + max(0, min(ends) + 1 - begun), None
             if there and begun is None:
@@ -188,10 +189,11 @@ class SampleAccount:
     def _is_there(changes: Sequence[tuple[int, bool]], step: int) -> bool:
         return next((there for since, there in reversed(changes) if since <= step), True)
 
-    def _had_part(self, workers: set[str], step: int) -> bool:
-        """Whether others have got the model of these in the exchange of a step."""
-        there = self._there(step)
-        return bool((workers if there is None else workers.intersection(there)) - self._left_out.get(step, set()))
+    def _had_part(self, workers: set[str], step: int, *, whole: bool) -> bool:
+        """Whether others have got the model of these in the exchange of a step. ``whole``: each has only a part of it."""
+        there, left_out = self._there(step), self._left_out.get(step, set())
+        here = workers if there is None else workers.intersection(there)
+        return bool(here) and here.isdisjoint(left_out) if whole else bool(here - left_out)
 
     def _there(self, step: int) -> tuple[str, ...] | None:
         """The workers that train a step; ``None``: those with which the run began."""

@@ -112,6 +112,7 @@ class Assembly:
             agents=agents,
             elastic=topology.elastic,
             lasting=topology.exchange.kind == "model_server",
+            whole_groups=topology.whole_groups,
             heads=heads_of(topology, placement),
             copies=topology.replicated,
             on_event=listeners.on_event,

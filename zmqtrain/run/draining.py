@@ -38,6 +38,10 @@ def check_drain(host: str, topology: Topology, placement: Placement, view: View)
         raise UsageError(f"the run cannot continue without {host}: {what} runs there, {reason}")
     if not any(member.host != host for member in view.workers()):
         raise UsageError(f"the run cannot continue without {host}: it has no worker on another host")
+    if topology.whole_groups:
+        elsewhere = [member.group for member in view.workers() if member.ready and member.host != host]
+        if not any(elsewhere.count(group) == placement.group_size for group in elsewhere):
+            raise UsageError(f"the run cannot continue without {host}: each group that trains has a worker there")
 
 
 def _which_stay(host: str, topology: Topology, placement: Placement, view: View) -> Iterator[tuple[str, str]]:

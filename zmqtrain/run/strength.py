@@ -25,9 +25,11 @@ async def keep_enough(coordinator: Coordinator, topology: Topology, preemption: 
         return
 
     def lost(view: View) -> int:
-        """How many are missing of those with which the run began; others may have come in their place."""
+        """How many are missing of those with which the run began; others may have come in their place. One that waits for others of
+        its group does not train."""
         first = {f"worker/{rank}" for rank in range(every)}
-        return sum(peer in first for peer in view.lost) - sum(worker.peer not in first for worker in view.workers())
+        wait = sum(not worker.ready for worker in view.workers()) if topology.whole_groups else 0
+        return sum(peer in first for peer in view.lost) + wait - sum(worker.peer not in first for worker in view.workers())
 
     def enough(view: View) -> bool:
         return every - lost(view) >= least

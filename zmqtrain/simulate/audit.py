@@ -95,7 +95,7 @@ class Auditor:
         """Whether groups of several workers train in step, and train a step again that they have given up."""
         self._lacking: str | None = None  # an update without the batch of a group
         self._slots = SlotAudit(topology, placement) if topology.elastic and topology.exchange.kind == "model_server" else None
-        self._grids = GridAudit() if topology.elastic and topology.compute.rows > 1 else None
+        self._grids = GridAudit() if topology.forms_grids else None
         self.stopped_at: int | None = None
         """The step before which all workers stopped because they were asked to."""
 

@@ -29,7 +29,7 @@ def comparable(topology: Topology) -> bool:
     """Whether all steps of a run count, each on its whole batch, and the arithmetic is one process's up to the order of sums."""
     compute = topology.compute
     alike = topology.parallel.statistics != "local" and compute.accumulate == 1 and compute.precision == "float32"
-    return topology.elastic and compute.rows > 1 and topology.trains and alike
+    return topology.forms_grids and topology.trains and alike
 
 
 def trained_alone(

@@ -47,6 +47,8 @@ from zmqtrain.train.device.profile import Profile
 
 if TYPE_CHECKING:
     from zmqtrain.membership.context import RoleContext
+    from zmqtrain.simulate.groups_alone import GroupsAlone
+    from zmqtrain.topology.placement import Placement
     from zmqtrain.train.device.base import Device
     from zmqtrain.train.task import Task
     from zmqtrain.train.work import ModelState
@@ -70,8 +72,8 @@ class Options:
     usual_s: float | None = None
     """How many virtual seconds the run takes without faults. The auditor then demands that it ends soon after the last of them."""
     compare_model: bool = False
-    """Train the task's model in one process, too, and compare the run's with it, if it is an elastic run on a grid of several rows
-    whose arithmetic is the same (`zmqtrain.simulate.one_process.comparable`)."""
+    """Train the task's model in one process, too, and compare the run's with it, if it is an elastic run on grids of several rows
+    whose arithmetic is the same (`comparable` of `zmqtrain.simulate.one_process` and `zmqtrain.simulate.groups_alone`)."""
     launcher_deaths: Sequence[Death] | None = None
     """When launchers die, and how long they are away; beside those among the faults. With a list, even an empty one, each launcher
     keeps a journal, and processes live on without it for ``[job] alone``."""
@@ -213,7 +215,9 @@ class Simulation:
         self._placement = place(topology)
         self._timeouts = topology.job.timeouts
         clock = lambda: asyncio.get_running_loop().time()  # noqa: E731
-        compare = _comparing(topology, options) if options.compare_model else None
+        self._groups = _groups_alone(topology, self._placement, options)
+        compare = _comparing(topology, options) if self._groups is None else self._groups.differs
+        compare = compare if options.compare_model else None
         self._auditor = Auditor(topology, self._placement, clock, usual_s=options.usual_s, compare=compare)
 
     async def run(self) -> Result:
@@ -342,6 +346,8 @@ class Simulation:
         def hear(peer: PeerId, what: str, values: Mapping[str, object]) -> None:
             self._auditor.hear(peer, what, values)
             injector.hear(peer, what, values)
+            if self._groups is not None:
+                self._groups.hear(peer, what, values)
             if self._options.on_audit is not None:
                 self._options.on_audit(peer, what, values)
 
@@ -367,6 +373,15 @@ class Simulation:
         """An error that no code handles is a defect, however the run ends."""
         error = context.get("exception")
         self._auditor.note(f"unhandled: {context.get('message')}: {type(error).__name__}: {error}")
+
+
+def _groups_alone(topology: Topology, placement: Placement, options: Options) -> GroupsAlone | None:
+    if not (topology.whole_groups and topology.trains and options.compare_model) or options.resume is not None:
+        return None
+    from zmqtrain.simulate.groups_alone import GroupsAlone, comparable
+
+    path = options.data_path or topology.data.path
+    return GroupsAlone(topology, placement, options.task, path) if comparable(topology) else None
 
 
 def _comparing(topology: Topology, options: Options) -> Compare | None:

@@ -115,7 +115,7 @@ class Compute(Section):
     )
     smaller_grids: Texts = Field(
         default=(),
-        description="For elastic runs on a `grid` of several rows: grids of fewer workers on which the run may go on after losses, "
+        description="For elastic all-reduce on a `grid` of several rows: grids of fewer workers for the run after losses, "
         'like ["3x1", "1x2"], beside those with the rows of `grid` and fewer columns. It takes the one with the most workers of '
         "those that are left; of equal ones that with the rows of `grid`, and then the first one here.",
     )

@@ -66,6 +66,8 @@ def _why_not_with_sums(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
 def _why_not_on_a_grid(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     """Where the model is divided over several rows: the parts of a lost worker must be somewhere else, too."""
     exchange, compute, job = topology.exchange, topology.compute, topology.job
+    if exchange.kind in ("averaging", "gossip") and compute.groups > 1:
+        return _why_not_whole_groups(topology)
     if exchange.kind == "allreduce" and compute.groups > 1:
         groups, rows, columns = compute.groups, compute.rows, compute.groups * compute.columns
         return (
@@ -77,8 +79,8 @@ def _why_not_on_a_grid(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
     if exchange.kind != "allreduce" or compute.columns == 1:
         return (
             f"the grid {compute.grid} divides the model among workers of which none can be missing; an elastic run needs a grid of "
-            f'one row, such as 1x{compute.group_size}, or kind = "allreduce", one group and a grid of several columns, such as '
-            f"{compute.rows}x2",
+            f'one row, such as 1x{compute.group_size}; or kind = "allreduce", one group and a grid of several columns, such as '
+            f'{compute.rows}x2; or several groups and kind = "averaging" or "gossip"',
             (("compute", "grid"), ("exchange", "kind")),
         )
     obstacles: list[tuple[bool, str, Path]] = [
@@ -98,8 +100,31 @@ def _why_not_on_a_grid(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
     return f"on a grid of several rows, an elastic run cannot have {what}", (path, ("compute", "grid"))
 
 
+def _why_not_whole_groups(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
+    """With averaging and gossip among groups that divide their models: a group goes, and comes, as a whole."""
+    compute = topology.compute
+    if (found := _obstacle_of_groups(topology)) is None and (topology.parallel.layers or topology.parallel.plan):
+        found = "layers on grids of their own", ("parallel", "layers")
+    if found is None and compute.device == "modelled" and not topology.trains:
+        found = "modelled devices, which have no model", ("compute", "device")
+    if found is None:
+        return None
+    what, path = found
+    among = f"{topology.exchange.kind} among groups on grids of several rows"
+    return f"with {among}, an elastic run cannot have {what}", (path, ("compute", "grid"))
+
+
 def _why_not_models_of_groups(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     """With averaging and gossip, where each group has a model of its own."""
+    if (found := _obstacle_of_groups(topology)) is None:
+        return None
+    what, path = found
+    among = f"{topology.exchange.kind} among groups of several workers"
+    return f"with {among}, an elastic run cannot have {what}", (path, ("compute", "group_size"))
+
+
+def _obstacle_of_groups(topology: Topology) -> tuple[str, Path] | None:
+    """What groups of several workers that have models of their own cannot have, and its field."""
     exchange, compute, data = topology.exchange, topology.compute, topology.data
     obstacles: list[tuple[bool, str, Path]] = [
         (exchange.averaging.deltas != "float32", "deltas: what rounding has lost belongs to workers", ("exchange", "averaging")),
@@ -107,12 +132,7 @@ def _why_not_models_of_groups(topology: Topology) -> tuple[str, tuple[Path, ...]
         (compute.parts != "even", "parts: they divide the samples among fixed workers", ("compute", "parts")),
         (compute.precision == "float16", "float16: the workers of a group share its scale", ("compute", "precision")),
     ]
-    found = next(((what, path) for there, what, path in obstacles if there), None)
-    if found is None:
-        return None
-    what, path = found
-    among = f"{exchange.kind} among groups of several workers"
-    return f"with {among}, an elastic run cannot have {what}", (path, ("compute", "group_size"))
+    return next(((what, path) for there, what, path in obstacles if there), None)
 
 
 def _why_not_with_servers(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:

@@ -286,9 +286,12 @@ def _grid(topology: Topology) -> Iterator[BrokenRule]:
             ("compute", "group_size"),
         )
     smaller: Path = ("compute", "smaller_grids")
-    if compute.smaller_grids and not (topology.elastic and compute.rows > 1):
-        text = "smaller_grids are for elastic runs on a grid of several rows: set [job] elastic = true and grid, or remove them"
-        yield rule(text, smaller, ("job", "elastic"), ("compute", "grid"))
+    if compute.smaller_grids and not topology.forms_grids:
+        text = (
+            "smaller_grids are for elastic runs on a grid of several rows with all-reduce: set [job] elastic = true, grid and "
+            'kind = "allreduce", or remove them'
+        )
+        yield rule(text, smaller, ("job", "elastic"), ("compute", "grid"), ("exchange", "kind"))
     elif too_large := [each for each in compute.smaller_grids if math.prod(rows_and_columns(each)) >= compute.group_size]:
         yield rule(f"{too_large[0]} is no grid of fewer than the group's {compute.group_size} workers", smaller)
     for what in ("plan", "layers"):

@@ -139,6 +139,16 @@ class Topology(Section):
         return elastic_by_default(self) if self.job.elastic is None else self.job.elastic
 
     @property
+    def forms_grids(self) -> bool:
+        """Whether those that are left of an elastic run form another grid, since each has a part of the only model."""
+        return self.elastic and self.compute.rows > 1 and self.exchange.kind == "allreduce"
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether, in an elastic run, no worker of a group can train without the others, since they divide the group's model."""
+        return self.elastic and self.compute.rows > 1 and not self.forms_grids
+
+    @property
     def asks_elastic(self) -> bool:
         """Whether the file asks for that, so that a run which cannot do it is refused."""
         return bool(self.job.elastic or (self.job.restarts and self.elastic) or self.replicated)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zmqtrain.collectives.group import bounds
 from zmqtrain.data.batch import Batch
 from zmqtrain.errors import ConnectivityError
 from zmqtrain.events import Recorder
+from zmqtrain.exchange.base import Bucket
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.parallel.communicator import Fabric
 from zmqtrain.parallel.deferred import Tape
@@ -44,7 +47,7 @@ def make_fabric(context: RoleContext, device: Device, name: str = "grid") -> Net
     return NetworkFabric(
         context.endpoint,
         context.placement.group_members(context.role.group),
-        f"{name}/{context.role.group}",
+        f"{name}/{context.role.group}{context.generation}",
         condition=device.condition(),
         clock=device.clock,
         timeout_s=context.timeouts.barrier_s,
@@ -89,6 +92,21 @@ def divide(
         if share != 1.0 and parameter.requires_grad:
             parameter.register_hook(OwnHook(_times(share)))  # type: ignore[no-untyped-call]
     return divided
+
+
+def elements_of(model: ParallelModel, buckets: Sequence[Bucket]) -> list[list[tuple[str, Tensor]]]:
+    """Of each bucket, in the order in which they lie there: the names of parameters, and for each element of this worker's part the
+    number of that element in the whole parameter."""
+    shards, rank = model.shards_by_name(), model.fabric.rank
+
+    def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
+        shard = shards.get(name)
+        if shard is None or tuple(shard.shape) == shape:
+            return torch.arange(math.prod(shape))
+        whole = torch.arange(math.prod(shard.shape)).view(shard.shape)
+        return shard.cut(whole, shard.members.index(rank)).reshape(-1)
+
+    return [[(name, numbers(name, shape)) for name, shape in zip(each.names, each.shapes, strict=True)] for each in buckets]
 
 
 class Share:

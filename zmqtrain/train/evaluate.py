@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,13 +51,23 @@ class EvaluationSettings:
 class Evaluation:
     """Evaluates the replica's model on the task's ``eval_data``, or on a worker's share of it."""
 
-    def __init__(self, task: Task, replica: TorchReplica, device: Device, settings: EvaluationSettings, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        task: Task,
+        replica: TorchReplica,
+        device: Device,
+        settings: EvaluationSettings,
+        recorder: Recorder,
+        *,
+        aligned: Callable[[str, Group], Awaitable[None]] | None = None,
+    ) -> None:
+        """``aligned``: called before the workers of a grid compute together (`zmqtrain.exchange.members.Members.aligned`)."""
         source = task.evaluating()
         assert source is not None
         self._data = EvaluationData(source, Finish(partial(batch_of, forward=task.forward), channels_last=settings.channels_last))
         self._metrics = Metrics(task)
         self._replica, self._device, self._settings = replica, device, settings
-        self._recorder = recorder
+        self._recorder, self._aligned = recorder, aligned
         self._left_out: set[str] = set()
         if isinstance(replica.model, ParallelModel):
             self._require_enough(replica.model.grid.columns)
@@ -95,6 +105,8 @@ class Evaluation:
         failure: TaskError | UsageError | None = None
         async with first_buffers(model, alike, tag):
             if isinstance(model, ParallelModel):
+                if self._aligned is not None:
+                    await self._aligned(tag, group)
                 sums, failure = await self._device.run(lambda: self._divided_sums(model, group))
             else:
                 try:

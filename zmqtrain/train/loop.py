@@ -101,6 +101,7 @@ class TrainLoop:
         self._kept: list[int] = []  # the steps of the newest checkpoints for which this worker's part is on disk
         self._evaluated: tuple[int, dict[str, float]] | None = None  # the last evaluation, and its step
         self._ended_at: int | None = None
+        self._model_of: tuple[PeerId, ...] = ()  # whose the run's newest model is
         self._failure: TaskError | UsageError | None = None  # why the last evaluation failed here
         self._job_batch = context.topology.compute.batch_size
         self._samples = 0  # number of samples that the run's model has been trained on
@@ -340,6 +341,8 @@ class TrainLoop:
 
     async def _state(self, group: Group, step: int) -> ModelState | None:
         """The whole state of the replica, on the first member of ``group``; ``None`` elsewhere."""
+        await self._members.aligned(f"state {step}", group)
+        self._model_of = group.members
         first = group.members[0]
         sender = self._context.placement.role(first)
         if not self.work.keeps or sender.group != self._context.role.group:
@@ -352,7 +355,7 @@ class TrainLoop:
     async def _send_model(self, step: int, state: ModelState | None, *, alone: bool) -> None:
         if state is None:
             return
-        self._recorder.audit("run model", step=step, state=state)
+        self._recorder.audit("run model", step=step, state=state, members=list(self._model_of))
         moved = self.exchange.model is RunModel.SERVERS and not self.exchange.synchronous and step != self._ended_at
         metrics = self._evaluated[1] if self._evaluated is not None and self._evaluated[0] == step and not moved else {}
         about = self._part.about_model(self._samples - self._added_up(step), metrics)

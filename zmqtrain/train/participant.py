@@ -52,7 +52,7 @@ class Participant:
         self.exchange, self.members = exchange, members
         role, timeouts = context.role, context.timeouts
         self._role = role
-        name, group = f"evaluate/{role.group}", context.placement.group_members(role.group)
+        name, group = f"evaluate/{role.group}{context.generation}", context.placement.group_members(role.group)
         self._group = group_of(context.endpoint, group, name, timeouts.barrier_s)
         self._alone = group_of(context.endpoint, (role.peer,), f"{name}/{role.position}", timeouts.barrier_s)
         self.stop_point = StopPoint(context.endpoint, timeout_s=timeouts.barrier_s + context.membership.alone_s)

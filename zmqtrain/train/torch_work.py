@@ -35,7 +35,7 @@ from zmqtrain.train.checkpoint.saving import Saver, send_model, whole_state
 from zmqtrain.train.checkpoint.settings import settings_to_resume
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.device.make import device_of
-from zmqtrain.train.divided import PartConverter, loss_on_grid, make_fabric
+from zmqtrain.train.divided import PartConverter, elements_of, loss_on_grid, make_fabric
 from zmqtrain.train.evaluate import Evaluation, EvaluationSettings, spread_of_replicas
 from zmqtrain.train.forgotten import Forgotten
 from zmqtrain.train.loss_scale import LossScale
@@ -107,16 +107,19 @@ class TorchWork:
             at_once, groups = max(1, compute.batch_size // compute.columns), context.placement.groups
             evaluation = EvaluationSettings(at_once, compute.precision, compute.channels_last, groups)
             if remote is None:
-                self._evaluation = Evaluation(task, self._replica, device, evaluation, context.recorder)
+                recorder, aligned = context.recorder, members.aligned
+                self._evaluation = Evaluation(task, self._replica, device, evaluation, recorder, aligned=aligned)
             else:
                 self._evaluation = remote.make_evaluation(task, self._replica, device, evaluation)
         self._update_s = 0.0
         model = self._replica.model
+        if isinstance(model, ParallelModel) and context.topology.whole_groups:
+            context.recorder.audit("holds", elements=partial(elements_of, model, self._replica.buckets))
         own = model.inner if isinstance(model, ParallelModel) else model
         self._forgotten: Forgotten | None = Forgotten(own, self._replica.optimizer)  # until the first checkpoint
         self._state_unseen = bool(context.topology.job.checkpoint_every) and not is_torchs_own(self._replica.optimizer)
         self._members = members
-        self._ordinary = built.ordinary
+        self._ordinary = None if members.late else built.ordinary  # the others' model is the same
         self._verifying: NetworkFabric | None = None
         if self._ordinary is not None:
             self._verifying = make_fabric(context, device, "verify")
@@ -140,8 +143,11 @@ class TorchWork:
         timeout_s = context.timeouts.barrier_s
         self._bridge = Bridge(device.condition(), device.clock, 2 * timeout_s)
         self._replica.also_abort(self._bridge.abort)
-        group = Group(context.endpoint, scope.members, scope.members.index(role.peer), "weights", timeout_s=timeout_s)
-        first = self._need_all if context.topology.elastic else None
+        group = Group(
+            context.endpoint, scope.members, scope.members.index(role.peer), f"weights{context.generation}", timeout_s=timeout_s
+        )
+        topology = context.topology
+        first = self._need_all if topology.elastic and not (topology.whole_groups and not in_step(topology)) else None
         parts = context.topology.compute.columns * groups if divided else None
         weights = WeightSums(group, groups, self._bridge, first, parts=parts)
         return TrainStep(self._replica, weighted, device, settings, context.recorder, weights)

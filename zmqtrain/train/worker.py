@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zmqtrain.errors import RUN_HAD_ENDED, ConnectivityError, NonFiniteLossError, PeerLostError, TooLateError, ZmqTrainError
@@ -47,7 +48,7 @@ async def run_worker(context: RoleContext, *, task: Task | None = None, make_wor
     """
     halted: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
     context.membership.on_halt(lambda reason: None if halted.done() else halted.set_result(reason))
-    if context.topology.elastic and context.topology.compute.rows > 1:
+    if context.topology.forms_grids:
         from zmqtrain.train.grid_run import GridRun
 
         grid = GridRun(context, task)
@@ -57,6 +58,8 @@ async def run_worker(context: RoleContext, *, task: Task | None = None, make_wor
             await grid.close()
         await context.membership.leave()
         return
+    if context.topology.whole_groups and context.membership.late:
+        context = replace(context, generation=await _wait_for_group(context, halted))
     members = make_members(context)
     work = await make_work(context, members, task)
     try:
@@ -65,6 +68,26 @@ async def run_worker(context: RoleContext, *, task: Task | None = None, make_wor
     finally:
         await work.close(context.timeouts.grace_s)
     await context.membership.leave()
+
+
+async def _wait_for_group(context: RoleContext, halted: asyncio.Future[Mapping[str, Any]]) -> str:
+    """This worker has come later: wait until all of its group are there, without whom it cannot train. Returns their
+    `RoleContext.generation`. Raises `TooLateError` if the others end before."""
+    membership = context.membership
+    group = context.placement.group_members(context.role.group)
+    there = asyncio.create_task(membership.until_here(group), name="wait for the group")
+    over = asyncio.create_task(membership.finished.wait(), name="wait for the end of training without this worker")
+    ends: list[asyncio.Future[Any]] = [there, over, halted]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await abandoned([there, over])
+    if halted.done():
+        raise _stopped(halted.result())
+    if membership.finished.is_set():
+        raise TooLateError(context.role.peer, RUN_HAD_ENDED)
+    members = there.result().members
+    return "/" + "-".join(str(members[peer].incarnation) for peer in group)
 
 
 async def _train(

@@ -45,3 +45,27 @@ def test_a_part_that_cannot_be_begun_leaves_no_open_file(tmp_path: Path) -> None
     writer = CheckpointWriter(tmp_path, 4, RunShape("allreduce", 1, 1, 0))
     with pytest.raises(TypeError):
         writer.part("model", LISTED, {"step": object()})
+
+
+def test_parts_of_a_group_that_divides_its_model_count_all_or_none(tmp_path: Path) -> None:
+    shape = RunShape("averaging", 2, 2, 0)
+    incoming = IncomingCheckpoint(tmp_path, 4, shape, 0.0, whole_groups=True)
+    tensor = TensorPayload.of(torch.zeros(3))
+
+    def send(rank: int, name: str) -> None:
+        incoming.take(f"worker/{rank}", name, pack_manifest({"weights": tensor}, {"step": 4, MEMBERS: [0, 1, 2, 3]}))
+        incoming.take(f"worker/{rank}", name, tensor)
+
+    def there(rank: int) -> bool:
+        return rank < 2
+
+    for rank, names in enumerate((("model", "group-0", "worker-0"), ("worker-1",), ("worker-2",))):
+        for name in names:
+            send(rank, name)
+    assert incoming.missing((), lambda rank: True) == ["group-1", "worker-3"]
+    assert incoming.missing((), there) == []
+    checkpoint = Checkpoint(incoming.commit({}, there))
+    assert [checkpoint.stands_in(f"worker-{rank}") for rank in range(4)] == [None, None, 0, 1], (
+        "each has the state of its own place"
+    )
+    assert checkpoint.stands_in("group-1") == 0

@@ -184,7 +184,7 @@ class AveragingExchange(Serverless):
             self._contents.begin(bucket.index for bucket in replica.buckets)
             members.take_over(self._contents)
         if self._source is not None:
-            (self._source.serve if self._own is None else self._source.serve_groups)(members)
+            (self._source.serve_groups if members.assigns else self._source.serve)(members)
         if not restored and not members.late:
             await members.together("averaging/start", 0, lambda world: spread(world, replica))
         # Otherwise each group continues with its own model; its members wrote equal ones to the checkpoint.
@@ -202,7 +202,7 @@ class AveragingExchange(Serverless):
     async def _start_late(self, replica: Replica) -> int:
         members = self._members
         state = NeighboursState(self._endpoint, members, timeout_s=self._patience_s)
-        first = await (state.join() if self._own is None else state.join_group())
+        first = await (state.join_group() if members.assigns else state.join())
         parts = {str(bucket.index): self._part(bucket) for bucket in replica.buckets}
         came: dict[str, Payload] = {}
 
@@ -307,7 +307,7 @@ class AveragingExchange(Serverless):
 
     async def require_alike(self, group: Group, tag: str) -> None:
         if self._members.survives:  # a state that was taken over, or an average that some have given up
-            await require_alike(group, self._method.state(), tag)
+            await require_alike(self._with_same_parts(group), self._method.state(), tag)
 
     async def stop(self, *, failed: bool = False) -> None:
         if self._source is not None:
@@ -386,12 +386,14 @@ class AveragingExchange(Serverless):
                 rounded.take_back(index, kept)
             for flight in flights.values():  # an earlier attempt may have failed because another member was lost
                 await self._arithmetic.do(partial(flight.mean.copy_, flight.own), flight.mean)
-            travels = (self._travel(group, index, flight.mean, step) for index, flight in flights.items())
+            column = self._with_same_parts(group)
+            travels = (self._travel(column, index, flight.mean, step) for index, flight in flights.items())
             await (together(*travels) if self._own is None else while_all_are_there(group, together(*travels)))
             return group
 
         group = await self._members.together(f"average/{step}", step + 1, attempt)
-        self._recorder.audit("counted", step=step, members=list(group.members))
+        names = [name for bucket in self._replica_started().buckets if bucket.index in flights for name in bucket.names]
+        self._recorder.audit("counted", step=step, members=list(group.members), names=names)
         if self._contents is not None:
             lives = [(peer, self._members.incarnation(peer, step) or 0) for peer in group.members]
             self._contents.averaged(flights, step, lives)
@@ -476,6 +478,13 @@ class AveragingExchange(Serverless):
 
     def weight(self, group: Group) -> float | None:
         return None if self._own is None else weight_in_mean(self._all_groups, self._endpoint.peer, group)
+
+    def _with_same_parts(self, world: Group) -> Group:
+        """Those of ``world`` who apply averages of the same parts as this worker."""
+        if self._own is not None:
+            return world
+        column = set(self._groups.column.members)
+        return world.part(tuple(rank for rank, peer in enumerate(world.members) if peer in column))
 
     def _part(self, bucket: Bucket) -> Payload:
         """The part of the bucket whose average this worker applies."""

@@ -77,7 +77,8 @@ class GossipExchange(Serverless):
     with those at position i of the other groups, and the group gathers the parts.
 
     With ``members`` that survive losses (and groups of one worker), a lost partner is not waited for: the bucket stays unchanged. A
-    bucket is averaged only once it has arrived completely, and then to the end, so it is never left half averaged.
+    bucket is averaged only once it has arrived completely, and then to the end, so it is never left half averaged. Of groups that
+    are lost as a whole each worker does so with its part of a bucket, and the group gathers what has become of it.
 
     The few buckets of a small model are exchanged one after another, on all workers in the same order. A worker that could give its
     next bucket before it had its partner's would run ahead, and soon two of them would send to the same third at once while others'
@@ -188,7 +189,7 @@ class GossipExchange(Serverless):
         members = self._members
         if self._contents is not None:
             members.take_over(self._contents)
-        (self._source_of_state.serve if self._own is None else self._source_of_state.serve_groups)(members)
+        (self._source_of_state.serve_groups if members.assigns else self._source_of_state.serve)(members)
         first = None
         if members.late:
             first = await self._start_late(replica)
@@ -200,7 +201,7 @@ class GossipExchange(Serverless):
     async def _start_late(self, replica: Replica) -> int:
         timeout_s = self._settings.timeout_s
         state = NeighboursState(self._endpoint, self._members, timeout_s=timeout_s)
-        first = await (state.join() if self._own is None else state.join_group())
+        first = await (state.join_group() if self._members.assigns else state.join())
         await state.take(replica)
         self._released = first if await self._members.release(first) else first - 1
         self._recorder.audit("joined", step=first, source=state.source)
@@ -356,12 +357,13 @@ class GossipExchange(Serverless):
         if self._early and self._group.size > 1:
             await self._sums.sum(bucket, ("gradients", step, bucket.index))
         if partners is not None:
-            part = payload if group.size == 1 else payload.part(*bounds(payload.numel, group.size)[group.rank])
+            span = bounds(payload.numel, group.size)[group.rank]
+            part = payload if group.size == 1 else payload.part(*span)
             before = bucket.index - 1 if self._early else bucket.index + 1
             if self._in_turn and 0 <= before < len(traded):
                 await traded[before].wait()
             try:
-                await self._trade(bucket.index, part, step, partners, distance)
+                await self._trade(bucket.index, part, span, step, partners, distance)
             finally:
                 traded[bucket.index].set()
             if group.size > 1:
@@ -369,9 +371,11 @@ class GossipExchange(Serverless):
         if weights or self._early:
             self._replica_started().parameters_ready(bucket)
 
-    async def _trade(self, index: int, part: Payload, step: int, partners: _Peers, distance: Distance | None) -> None:
-        """Send the part, receive the partner's, and average: slice by slice, so that one slice is averaged while the next is being
-        received."""
+    async def _trade(
+        self, index: int, part: Payload, span: tuple[int, int], step: int, partners: _Peers, distance: Distance | None
+    ) -> None:
+        """Send the part, which is a bucket's ``span``, receive the partner's, and average: slice by slice, so that one slice is
+        averaged while the next is being received."""
         outgoing = await self._outgoing_of(index, part)
         slices = self._slices(part)
         copied = [asyncio.Event() for _ in slices]
@@ -405,7 +409,7 @@ class GossipExchange(Serverless):
                 if distance is not None and await self._arithmetic.do(partial(distance.add, own, others[0], last=last), own):
                     self._recorder.event("spread", step=step, distance=distance.relative(), partner=partners.sources[0])
                 await self._arithmetic.do(partial(_average, own, others), own)
-                self._recorder.audit("mixed", step=step, bucket=index, sources=came)
+                self._recorder.audit("mixed", step=step, bucket=index, sources=came, span=span)
 
         await together(give(), take())
 

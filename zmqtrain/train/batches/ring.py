@@ -41,7 +41,7 @@ class RingBatches:
         reader = reader_of(source)
         self._fetch, self._thread = Fetch(reader, finish), thread
         self._keep = source.transform is not None  # the transform may write to its input, so it gets a copy
-        self._mean = in_step(context.topology)
+        self._mean, self._recorder = in_step(context.topology), context.recorder
         self.ring = ring_loader(context, samples, members, TensorContents(reader.collated), thread)
 
     async def more(self, step: int) -> bool:
@@ -87,6 +87,7 @@ class RingBatches:
 
     async def batch(self, step: int, *, ahead: bool) -> Batch:
         block = await self.ring.block(step)
+        self._recorder.audit("samples", step=step, ids=block.ids)
 
         def content() -> object:
             return TensorContents.copied(block.content) if self._keep else block.content
@@ -124,7 +125,7 @@ def ring_loader(context: RoleContext, samples: int, members: Members, contents: 
         column = tuple(dict.fromkeys(first.values()))
 
     def source() -> PeerId | None:
-        """A worker that comes to groups of several asks the one with whose state it begins."""
+        """A worker that comes later asks the one with whose state it begins, if all agree on that."""
         found = members.source((role.peer, members.own_incarnation))
         return None if found is None else found[0]
 

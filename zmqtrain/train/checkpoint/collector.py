@@ -73,10 +73,12 @@ class CheckpointCollector:
         clock: CheckpointClock | None = None,
         journal: Journal | None = None,
         others: Sequence[str] = (),
+        whole_groups: bool = False,
     ) -> None:
         """
         Args:
             others: parts of workers that may come later.
+            whole_groups: a group's parts belong to a checkpoint all or none.
             checkpoints: the folder for checkpoints; ``None``: none is kept, and parts are refused.
             weights: the model that a run which resumes nothing begins with.
             patience_s: how long the parts of a checkpoint may take before an event says that it is late.
@@ -90,7 +92,7 @@ class CheckpointCollector:
             resume.require(shape)
         self._endpoint, self._checkpoints, self._shape = endpoint, checkpoints, shape
         self._keep, self._resume, self._weights = keep, resume, weights
-        self._patience_s = patience_s
+        self._patience_s, self._whole_groups = patience_s, whole_groups
         self._members, self._on_event = members, on_event or (lambda _kind, _values: None)
         self._expected = frozenset((*shape.parts(), *others))
         self._incoming: dict[int, IncomingCheckpoint] = {}
@@ -146,6 +148,7 @@ class CheckpointCollector:
             clock=CheckpointClock.of(endpoint, topology, placement, journal, members),
             journal=journal,
             others=[f"worker-{spare.index}" for spare in placement.spare_workers],
+            whole_groups=topology.whole_groups,
         )
 
     def _go_on(self, ledger: Mapping[str, Any]) -> None:
@@ -162,9 +165,14 @@ class CheckpointCollector:
         for step, parts in steps.items():
             assert self._checkpoints is not None
             mark = tuple(ledger.get(f"{GRID}{step}") or ())
-            self._incoming[step] = IncomingCheckpoint(self._checkpoints, step, self._shape, self._now(), parts, mark)
+            self._incoming[step] = self._begin(self._checkpoints, step, self._now(), mark, parts)
             for part in parts:
                 self._end((WRITTEN, step, part, *mark))
+
+    def _begin(
+        self, folder: Path, step: int, began_s: float, mark: Mark, parts: Mapping[str, WrittenPart] | None = None
+    ) -> IncomingCheckpoint:
+        return IncomingCheckpoint(folder, step, self._shape, began_s, parts, mark, whole_groups=self._whole_groups)
 
     def begin_again(self) -> None:
         """Once the workers wait for no common step any more that another process had begun to agree on: continue the clock."""
@@ -239,7 +247,7 @@ class CheckpointCollector:
                 raise CheckpointError(f"checkpoint {step} cannot be kept: this run has no folder for checkpoints")
             if incoming is None:
                 began_s = self._now()
-                incoming = await asyncio.to_thread(IncomingCheckpoint, self._checkpoints, step, self._shape, began_s, mark=mark)
+                incoming = await asyncio.to_thread(self._begin, self._checkpoints, step, began_s, mark)
                 self._incoming[step] = incoming
                 if mark:
                     self._keep_in_journal({f"{GRID}{step}": [*mark]})

@@ -228,6 +228,8 @@ class Checkpoint:
             return None
         apart = self.shape.kind in ("averaging", "gossip")  # each group has a model of its own
         there = own if apart and own else self._workers
+        if apart and not own:  # of a model that groups divide, others have the same parts
+            there = [other for other in there if other % size == rank % size] or there
         return max((other for other in there if other < rank), default=max(there))
 
     def part(self, name: str) -> tuple[dict[str, TensorPayload], dict[str, Any]]:

@@ -54,11 +54,14 @@ class IncomingCheckpoint:
         began_s: float,
         parts: Mapping[str, WrittenPart] | None = None,
         mark: Mark = (),
+        *,
+        whole_groups: bool = False,
     ) -> None:
         """``parts``: those that another process has left on disk; it goes on from there. ``mark``: of the grid whose workers write
-        it, if that may be another one than the job's, of which ``shape`` is."""
+        it, if that may be another one than the job's, of which ``shape`` is. ``whole_groups``: parts of only some of a group are of
+        no use."""
         shape = shape_on(shape, mark)
-        self.mark = mark
+        self.mark, self._whole_groups = mark, whole_groups
         files = None if parts is None else {name: each for part in parts.values() for name, each in part.files.items()}
         self._writer = CheckpointWriter(checkpoints, step, shape, files)
         self.step, self.began_s = step, began_s
@@ -153,4 +156,9 @@ class IncomingCheckpoint:
         """The workers whose parts belong to the checkpoint; ``None``: all workers of the run."""
         if self._members is None:
             return None
-        return frozenset(rank for rank in self._members if f"worker-{rank}" in self._written or there(rank))
+        present = frozenset(rank for rank in self._members if f"worker-{rank}" in self._written or there(rank))
+        if not self._whole_groups:
+            return present
+        size = self._shape.group_size
+        lacking = {rank // size for rank in range(self._shape.world_size) if rank not in present}
+        return frozenset(rank for rank in present if rank // size not in lacking)

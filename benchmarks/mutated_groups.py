@@ -1,0 +1,155 @@
+"""Deliberate faults in how groups on grids of several rows are lost and come back as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import zmqtrain.train.worker as worker
+from benchmarks.patches import Patches
+from zmqtrain.exchange.averaging.exchange import AveragingExchange
+from zmqtrain.exchange.elastic import ElasticMembers
+from zmqtrain.exchange.gossip.exchange import GossipExchange
+from zmqtrain.exchange.state_source import NeighboursState, StateSource
+from zmqtrain.membership.client import Membership
+from zmqtrain.membership.roster import Roster
+from zmqtrain.train.batches.ordered import OrderedBatches
+
+
+def others_stay(patches: Patches) -> None:
+    """A worker is lost, and the others of its group are not."""
+    patches.around(Roster, "_remove", lambda _: Roster._remove_one)
+
+
+def waiting_counts(patches: Patches) -> None:
+    """Workers that wait for others of their group keep the run going, when no group is left that has the model."""
+
+    def mutated(self: Roster) -> bool:
+        return any(other.here for other in self._members.of_kind("worker"))
+
+    patches.around(Roster, "_some_left", lambda left: lambda self: left(self) or mutated(self))
+
+
+def one_generation(patches: Patches) -> None:
+    """What a group does together has the same names as what its lost processes did."""
+
+    def make(wait: Any) -> Any:
+        async def mutated(*args: Any) -> str:
+            await wait(*args)
+            return ""
+
+        return mutated
+
+    patches.around(worker, "_wait_for_group", make)
+
+
+def not_aligned(patches: Patches) -> None:
+    """The workers of a group evaluate, or gather the model, without knowing that all have come so far."""
+
+    async def mutated(_self: Any, _name: str, _group: Any) -> None:
+        return None
+
+    patches.around(ElasticMembers, "aligned", lambda _: mutated)
+
+
+def from_several_groups(patches: Patches) -> None:
+    """The rows of a group begin with those of different groups, whose models differ."""
+
+    def make(find: Any) -> Any:
+        async def mutated(self: ElasticMembers, view: Any, living: Mapping[str, int]) -> Any:
+            found = await find(self, view, living)
+            for coming, (source, _) in list(found.items()):
+                last = next(group for group in self._whole if coming[0] in group)[-1] == coming[0]
+                there = [group for group in self._whole if source not in group and coming[0] not in group]
+                there = [group for group in there if all(peer in living and (peer, living[peer]) not in found for peer in group)]
+                if last and there:
+                    position = next(group.index(coming[0]) for group in self._whole if coming[0] in group)
+                    found[coming] = (there[0][position], living[there[0][position]])
+            return found
+
+        return mutated
+
+    patches.around(ElasticMembers, "_find_sources", make)
+
+
+def all_are_there(patches: Patches) -> None:
+    """An average is over the places of all groups with which the run began."""
+
+    def make(travel: Any) -> Any:
+        async def mutated(self: AveragingExchange, column: Any, index: int, mean: Any, step: int) -> None:
+            await travel(self, column, index, mean, step)
+            mean.scale_(column.size / self._groups.column.size)
+
+        return mutated
+
+    patches.around(AveragingExchange, "_travel", make)
+
+
+def batch_of_another(patches: Patches) -> None:
+    """A group that has come back trains the batches of the step before."""
+
+    def make(batch: Any) -> Any:
+        async def mutated(self: OrderedBatches, step: int, *, ahead: bool) -> Any:
+            return await batch(self, step - 1 if self._members.late else step, ahead=ahead)
+
+        return mutated
+
+    patches.around(OrderedBatches, "batch", make)
+
+
+def state_too_soon(patches: Patches) -> None:
+    """A group that comes gets the state as it is before averages that are on their way have arrived."""
+
+    async def nothing() -> None:
+        return None
+
+    def make(answer: Any) -> Any:
+        async def mutated(self: StateSource, step: int, members: Any, replica: Any, _settle: Any, *rest: Any) -> None:
+            await answer(self, step, members, replica, nothing, *rest)
+
+        return mutated
+
+    patches.around(StateSource, "answer", make)
+
+
+def newcomer_without_momentum(patches: Patches) -> None:
+    """A group that comes begins with an optimizer that remembers nothing."""
+
+    def make(take: Any) -> Any:
+        async def mutated(self: NeighboursState, replica: Any, *args: Any) -> None:
+            await take(self, replica, *args)
+            replica.optimizer.state.clear()
+
+        return mutated
+
+    patches.around(NeighboursState, "take", make)
+
+
+def no_mean(patches: Patches) -> None:
+    """What a worker that has come later mixes of the first bucket is more than the mean."""
+
+    def make(trade: Any) -> Any:
+        async def mutated(self: GossipExchange, index: int, part: Any, span: Any, step: int, partners: Any, distance: Any) -> None:
+            await trade(self, index, part, span, step, partners, distance)
+            if not index and self._members.late:
+                part.scale_(1.5)
+
+        return mutated
+
+    patches.around(GossipExchange, "_trade", make)
+
+
+def lost_mate_believed(patches: Patches) -> None:
+    """A worker believes views that show one of its group who is lost."""
+
+    def make(newer: Any) -> Any:
+        def mutated(self: Membership, view: Any) -> None:
+            gone = {
+                peer: each for peer, each in self.view.members.items() if peer not in view.members and peer.startswith("worker/")
+            }
+            newer(self, replace(view, members={**view.members, **dict(list(gone.items())[:1])}))
+
+        return mutated
+
+    patches.around(Membership, "_newer", make)
