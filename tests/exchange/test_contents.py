@@ -81,11 +81,11 @@ def test_gossip_against_sets_of_batches() -> None:
 def test_averages_count_once_all_buckets_have_had_one() -> None:
     contents = AveragedContents()
     contents.begin([0, 1])
-    contents.averaged([0], 3, [A, B])
+    contents.averaged([0], 3, [A, B], {})
     assert contents.got(A) == 0
-    contents.averaged([1], 5, [A])
+    contents.averaged([1], 5, [A], {})
     assert (contents.got(A), contents.got(B)) == (4, 0)
-    contents.averaged([0, 1], 7, [A, C])
+    contents.averaged([0, 1], 7, [A, C], {})
     assert contents.known() == {A: 8, B: 0, C: 8}
 
 
@@ -93,8 +93,15 @@ def test_a_copy_contains_what_the_other_model_contained() -> None:
     contents = AveragedContents()
     contents.begin([0])
     contents.begin_with({A: 6, B: 4})
-    contents.averaged([0], 4, [A])
+    contents.averaged([0], 4, [A], {})
     assert (contents.got(A), contents.got(B)) == (6, 4)
+
+
+def test_an_average_has_what_a_copy_in_it_has_begun_with() -> None:
+    contents = AveragedContents()
+    contents.begin([0])
+    contents.averaged([0], 4, [A, C], {B: 3, A: 2})
+    assert (contents.got(A), contents.got(B)) == (5, 3)
 
 
 def test_what_is_sent_can_be_read_and_nothing_else() -> None:

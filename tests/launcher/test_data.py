@@ -162,7 +162,11 @@ def test_a_killed_worker_leaves_no_loader_process(tmp_path: Path) -> None:
 
 def test_sessions_end_a_stream_together(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    trial = TOPOLOGY.replace('task = "task.py:task"', "").replace("checkpoint_every = 5", "").replace("steps = 12", "")
+    trial = (
+        TOPOLOGY.replace('task = "task.py:task"', "")
+        .replace("checkpoint_every = 5\nkeep_checkpoints = 9", "")
+        .replace("steps = 12", "")
+    )
     (tmp_path / "trial.toml").write_text(trial.replace("batch_size = 8", "batch_size = 4"))
     with Launched(tmp_path, "trial.toml", "script.py") as run:
         assert run.end() == 0, run

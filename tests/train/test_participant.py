@@ -44,6 +44,7 @@ def participant(node: Endpoint, replica: NumpyReplica) -> Participant:
         placement=SimpleNamespace(group_members=lambda _: (node.peer,)),
         timeouts=Timeouts.of(5.0),
         membership=SimpleNamespace(alone_s=0.0),
+        generation="",
     )
     members = FixedMembers(node, ("worker/0", "worker/1"), timeout_s=10)
     return Participant(cast(Any, context), cast(Exchange, Means()), members, replica, step=lambda: 3, quiet=quiet)

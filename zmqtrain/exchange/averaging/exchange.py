@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -11,8 +12,9 @@ from typing import Any, Literal
 from zmqtrain.collectives.call import while_all_are_there
 from zmqtrain.collectives.group import Group, bounds
 from zmqtrain.collectives.operations import all_gather, all_reduce
+from zmqtrain.data.slots import Life
 from zmqtrain.data.teams import owner_of
-from zmqtrain.errors import CheckpointError
+from zmqtrain.errors import CheckpointError, PeerLostError
 from zmqtrain.events import NullRecorder, Recorder
 from zmqtrain.exchange.allreduce import PATIENCE_S, spread
 from zmqtrain.exchange.arithmetic import Arithmetic
@@ -22,6 +24,7 @@ from zmqtrain.exchange.averaging.fragments import Fragments
 from zmqtrain.exchange.averaging.methods import Average, Elastic, Method, Outer, copy_of
 from zmqtrain.exchange.base import Bucket, Optimize, Replica, RunModel
 from zmqtrain.exchange.checkpoint_part import kept_payload, kept_value, require_like
+from zmqtrain.exchange.contents import known_of, merge, rows_of
 from zmqtrain.exchange.context import ExchangeContext
 from zmqtrain.exchange.elastic_sums import GroupSums
 from zmqtrain.exchange.gradient_sum import GradientSum
@@ -34,9 +37,10 @@ from zmqtrain.exchange.sums import NetworkSums, Sums
 from zmqtrain.exchange.team_parts import gather_parts, weight_in_mean
 from zmqtrain.exchange.under_way import UnderWay
 from zmqtrain.net.endpoint import PeerId, Tag
-from zmqtrain.waiting import abandoned, together
+from zmqtrain.waiting import abandoned, in_time, together
 from zmqtrain.wire.compress import make_codec
 from zmqtrain.wire.payload import Payload, Value
+from zmqtrain.wire.value import ValuePayload
 
 #: The names of what an average that has arrived, but is not applied yet, consists of.
 _IN_FLIGHT = ("own", "came")
@@ -380,7 +384,10 @@ class AveragingExchange(Serverless):
         rounded = self._rounded
         errors = {} if rounded is None else {index: rounded.kept(index) for index in flights}
 
+        copied: dict[Life, int] = {}
+
         async def attempt(group: Group) -> Group:
+            copied.update(await self._copied_in(group, step))
             for index, kept in errors.items():
                 assert rounded is not None
                 rounded.take_back(index, kept)
@@ -396,9 +403,31 @@ class AveragingExchange(Serverless):
         self._recorder.audit("counted", step=step, members=list(group.members), names=names)
         if self._contents is not None:
             lives = [(peer, self._members.incarnation(peer, step) or 0) for peer in group.members]
-            self._contents.averaged(flights, step, lives)
+            self._contents.averaged(flights, step, lives, copied)
         if left_out := [peer for peer in self._members.at(step) if peer not in group.members]:
             self._recorder.event("left_out", step=step, workers=list(left_out))
+
+    async def _copied_in(self, group: Group, step: int) -> dict[Life, int]:
+        """What the models of those contain that have an average for the first time, since they began as copies."""
+        plan, contents = self._members.slots, self._contents
+        if plan is None or contents is None:
+            return {}
+        since = max(plan.eras[0].since, step - self._fragments.every)
+        new = [peer for peer in group.members if plan.first_step((peer, self._members.incarnation(peer, step) or 0)) > since]
+        tag, others = (f"{group.name}/copied", step), [peer for peer in group.members if peer != self._endpoint.peer]
+        told = ValuePayload(rows_of(contents.copied))
+
+        async def tell(peer: PeerId) -> None:
+            with suppress(PeerLostError):  # the average fails then; but the others wait for this first
+                await self._endpoint.send(peer, tag, told)
+
+        if self._endpoint.peer in new:
+            await together(*map(tell, others))
+        found = dict[Life, int]()
+        for peer in (peer for peer in others if peer in new):
+            async with in_time(peer, f"what its model began with, for the average of step {step}", self._patience_s):
+                merge(found, known_of((await self._endpoint.receive(peer, tag)).meta))
+        return found
 
     async def _travel(self, column: Group, index: int, mean: Payload, step: int) -> None:
         tag, groups = ("average", step, index), column.size
