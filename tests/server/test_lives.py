@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
+from typing import Any
 
 from zmqtrain.data.teams import Change, Team
 from zmqtrain.net.endpoint import PeerId
@@ -37,8 +39,23 @@ class Groups:
         return None
 
 
+VERSIONS = count(1)
+
+
 def from_step(since: int, lives: Mapping[PeerId, int]) -> Change:
-    return Change(since, tuple(Team.alone(peer, life) for peer, life in lives.items()), {})
+    return Change(since, tuple(Team.alone(peer, life) for peer, life in lives.items()), {}, next(VERSIONS))
+
+
+async def test_a_change_that_is_the_same_as_an_earlier_one_counts_too() -> None:
+    """One came and was lost again before it began: whoever comes next must learn that it had no part in the step."""
+    lives = Lives(Groups(), [[worker] for worker in WORKERS], [0, [["worker/0", 10], ["worker/1", 11], ["worker/2", 12]], 0, []])
+    without, with_it = {"worker/1": 11, "worker/2": 12}, {"worker/0": 20, "worker/1": 11, "worker/2": 12}
+    changes = [from_step(10, without), from_step(10, with_it), from_step(10, without)]
+    for change in (*changes, changes[1]):  # the last one is told late, by one of those who said so before
+        await lives.change(change)
+    history: Any = lives.history()
+    assert [[name for name, *_ in teams] for _, teams, _, _ in history[1]] == [[*without], [*with_it], [*without]]
+    assert lives.training == without
 
 
 async def test_who_has_finished_before_a_change_was_known_has_finished() -> None:

@@ -63,6 +63,8 @@ class Change:
     follow: Mapping[PeerId, int]
     """Those of them, by name, that go on in the place of the one before, with what this one has left of its last step: the first
     step of each. It is not after ``since``."""
+    version: int = 0
+    """Of the view that says so; larger than those of all earlier changes, one of which may have been the same otherwise."""
 
     def first(self, team: Team) -> int:
         """The step with which the team begins, if it is another one than before."""
@@ -71,13 +73,13 @@ class Change:
     def to_value(self) -> list[Value]:
         """Plain values, from which `of` makes it again."""
         follow: list[Value] = [[name, step] for name, step in self.follow.items()]
-        return [self.since, [team.to_value() for team in self.teams], follow]
+        return [self.since, [team.to_value() for team in self.teams], follow, self.version]
 
     @classmethod
     def of(cls, value: Any) -> Change:
         """Raises ``TypeError`` and ``ValueError``."""
-        since, teams, follow = value
-        return cls(int(since), teams_of(teams), {str(name): int(step) for name, step in follow})
+        since, teams, follow, version = value
+        return cls(int(since), teams_of(teams), {str(name): int(step) for name, step in follow}, int(version))
 
 
 def owner_of(position: int, peers: Sequence[PeerId]) -> PeerId:

@@ -78,7 +78,8 @@ class ServerChanges:
         else:
             plan = self._members.slots if history is None else self._limited(plan_of(history, progress))
             kept = set[Life].intersection(*(each.kept for each in answers))
-            change = Change(since, teams, {} if plan is None else _following(plan, before, teams, since, kept, progress))
+            follow = {} if plan is None else _following(plan, before, teams, since, kept, progress)
+            change = Change(since, teams, follow, version)
         since = change.since
         await self._ask(CHANGE, *change.to_value())
         if self._late:

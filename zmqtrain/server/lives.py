@@ -136,7 +136,7 @@ class Lives:
 
     async def change(self, change: Change) -> None:
         """From its step on these teams train. It is said by all of them, and counts once."""
-        if change in self._changes or change.since < self.since:
+        if change.since < self.since or (self._changes and change.version <= self._changes[-1].version):
             return
         if not change.follow.keys() <= self._held.keys():
             raise ProtocolError(f"a change of the members goes on with {', '.join(change.follow)}, whose place was not kept")
