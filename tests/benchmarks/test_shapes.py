@@ -41,6 +41,9 @@ from zmqtrain.simulate.explore import try_seed
         ("allreduce", 20000073),  # the next change of the members came before the last one
         ("servers-bounded", 20000140),  # servers waited for a worker that had come too late, and told nobody what they had
         ("gossip-epoch", 21000041),  # a group is lost that alone had what another lost one had trained
+        ("gossip-epoch", 23000129),  # a group is lost when all have trained, with what no other model contains
+        ("averaging-epoch", 23000214),  # two are lost while one that has come says what its model contains
+        ("servers-async", 23000170),  # one came and was lost again before it began, so two changes of the members were the same
         ("teams-sync", 20000002),  # nobody knew any more who takes part, and a worker waited on
     ],
 )

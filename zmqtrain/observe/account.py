@@ -220,6 +220,8 @@ class SampleAccount:
             return "the run's length is a number of steps: fewer workers train fewer samples in as many steps"
         if self._served:
             return "model servers have not got them"
+        if self._batches is not None:
+            return "they were those of a group that was lost when all had trained, before the run's model was made"
         return "they belonged to workers that were lost or not back yet, and without model servers the others do not train them"
 
 

@@ -150,6 +150,8 @@ class Auditor:
             self._ledger.summed(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
         elif what == "takes":
             self._ledger.takes_turn(peer, int(cast(int, values["step"])), int(cast(int, values["slot"])))
+        elif what == "all trained":
+            self._ledger.all_trained()
         elif what == "counted":
             self._ledger.counted(peer, int(cast(int, values["step"])), cast(Sequence[str], values["members"]))
         elif what == "model":
@@ -278,10 +280,11 @@ class Auditor:
         self._ran = self._ran or kind == "running"
         if self._grids is not None:
             self._follow_grids(kind, peer)
-        if kind == "lost" and peer.startswith("agent/"):
-            self._lost.update(dict.fromkeys(role.peer for role in self._placement.of_host(peer.removeprefix("agent/"))))
-        elif kind == "lost":
-            self._lost[peer] = None
+        if kind == "lost":
+            of_host = peer.startswith("agent/")
+            gone = [role.peer for role in self._placement.of_host(peer.removeprefix("agent/"))] if of_host else [peer]
+            self._lost.update(dict.fromkeys(gone))
+            self._ledger.lost(gone)
         if kind == "lost" and self._slots is not None and not self._trains:
             # The first group gives the servers their first values. Until they have these, none of it can be replaced.
             self._died_early = self._died_early or not self._lost.keys().isdisjoint(self._placement.group_members(0))

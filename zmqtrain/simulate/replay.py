@@ -38,6 +38,8 @@ class Ledger:
         self._joined: dict[tuple[PeerId, int], PeerId] = {}  # a worker's first step -> whose state it began with
         self._takes: dict[tuple[PeerId, int], Sequence[Span]] = {}  # all-reduce: worker, step -> its samples
         self._turns: dict[tuple[PeerId, int], int] = {}  # groups that take turns: worker, step -> its batch (`zmqtrain.data.slots`)
+        self._ended = False
+        self._lost_at_the_end: set[PeerId] = set()  # after that
         self._mixed: dict[int, dict[PeerId, dict[int, tuple[PeerId, ...]]]] = {}  # gossip: step -> worker -> bucket -> sources
         self._models: dict[PeerId, tuple[Mapping[str, Numbers], Sequence[PeerId]]] = {}
 
@@ -48,6 +50,15 @@ class Ledger:
     def takes(self, peer: PeerId, step: int, spans: Sequence[Span]) -> None:
         """The worker trains these samples at a step."""
         self._takes[peer, step] = spans
+
+    def all_trained(self) -> None:
+        """All have trained, and agreed on that."""
+        self._ended = True
+
+    def lost(self, peers: Collection[PeerId]) -> None:
+        """These workers are lost."""
+        if self._ended:
+            self._lost_at_the_end.update(peers)
 
     def takes_turn(self, peer: PeerId, step: int, slot: int) -> None:
         """The worker trains this batch at a step, of all that there are."""
@@ -276,12 +287,13 @@ class Ledger:
                 yield from self._wrong_batches(run, members)
 
     def _wrong_batches(self, run: _Averaged, members: Sequence[PeerId]) -> Iterator[str]:
-        """Each batch counts once; but those of the last steps may count nowhere, or twice, if two groups were lost at once."""
+        """Each batch counts once; but who is lost when all have trained takes along what nobody else has."""
         times = Counter(slot for slot, _, _ in run.trained(members))
         if twice := sorted(slot for slot, count in times.items() if count > 1):
             yield f"batch {twice[0]} counts {times[twice[0]]} times, one of {len(twice)}"
         due = 0 if self._total is None else self._total // self._topology.compute.batch_size
-        if missing := sorted({*range(due)} - {*times}):
+        taken_along = {slot for (peer, _), slot in self._turns.items() if peer in self._lost_at_the_end}
+        if missing := sorted({*range(due)} - {*times} - taken_along):
             yield f"{len(missing)} of {due} batches count nowhere, the first of which is {missing[0]}"
 
     @staticmethod

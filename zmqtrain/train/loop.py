@@ -572,6 +572,8 @@ class TrainLoop:
         exchange, work, members, job = self.exchange, self.work, self._members, self._job
         alike = job.until is None or exchange.synchronous or exchange.averaged
         step = self._ended_at = await self._part.ended(alike=alike) if until is None else until
+        if self._turns is not None:  # who is lost from here on takes along what nobody else has
+            self._recorder.audit("all trained", step=step)
         if early:
             kept = step > first and await self.save_all(step) is not None
         else:

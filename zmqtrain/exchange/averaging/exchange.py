@@ -387,7 +387,7 @@ class AveragingExchange(Serverless):
         copied: dict[Life, int] = {}
 
         async def attempt(group: Group) -> Group:
-            copied.update(await self._copied_in(group, step))
+            await while_all_are_there(group, self._hear_of_copies(group, step, copied))
             for index, kept in errors.items():
                 assert rounded is not None
                 rounded.take_back(index, kept)
@@ -407,11 +407,11 @@ class AveragingExchange(Serverless):
         if left_out := [peer for peer in self._members.at(step) if peer not in group.members]:
             self._recorder.event("left_out", step=step, workers=list(left_out))
 
-    async def _copied_in(self, group: Group, step: int) -> dict[Life, int]:
-        """What the models of those contain that have an average for the first time, since they began as copies."""
+    async def _hear_of_copies(self, group: Group, step: int, copied: dict[Life, int]) -> None:
+        """Add to ``copied`` what those began with, as copies of others, that have an average for the first time."""
         plan, contents = self._members.slots, self._contents
         if plan is None or contents is None:
-            return {}
+            return
         since = max(plan.eras[0].since, step - self._fragments.every)
         new = [peer for peer in group.members if plan.first_step((peer, self._members.incarnation(peer, step) or 0)) > since]
         tag, others = (f"{group.name}/copied", step), [peer for peer in group.members if peer != self._endpoint.peer]
@@ -423,11 +423,9 @@ class AveragingExchange(Serverless):
 
         if self._endpoint.peer in new:
             await together(*map(tell, others))
-        found = dict[Life, int]()
         for peer in (peer for peer in others if peer in new):
             async with in_time(peer, f"what its model began with, for the average of step {step}", self._patience_s):
-                merge(found, known_of((await self._endpoint.receive(peer, tag)).meta))
-        return found
+                merge(copied, known_of((await self._endpoint.receive(peer, tag)).meta))
 
     async def _travel(self, column: Group, index: int, mean: Payload, step: int) -> None:
         tag, groups = ("average", step, index), column.size
