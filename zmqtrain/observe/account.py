@@ -118,6 +118,7 @@ class SampleAccount:
         due = max(0, until - self._first) * groups * batch
         counted = self._trained
         if topology.elastic and self._served:
+            due = due if self._due is None else self._due
             counted = min(fewest for fewest, _ in self._served.values()) * batch
         elif summed:
             every = topology.exchange.every_steps(groups)

@@ -326,10 +326,10 @@ class Auditor:
                 self._steps[peer, step] += 1
                 self._samples[step] += int(values["samples"])
             elif event.get("kind") == "start" and self._slots is not None and not event.get("step"):
-                job, steps = self._topology.job, values.get("steps")
-                first = peer not in self._lost  # one that came late counts the steps of those that are there then
-                if first and job.steps is None and job.until is None and isinstance(steps, int):
-                    self._slots.total = steps * self._placement.groups
+                job, due = self._topology.job, values.get("due")
+                first = peer not in self._lost  # for one that comes late what is left is due
+                if first and job.steps is None and job.until is None and isinstance(due, int):
+                    self._slots.total = due // self._topology.compute.batch_size
             elif event.get("kind") == "stopped":
                 self.stopped_at = int(event["step"])
             elif event.get("kind") == "finish":

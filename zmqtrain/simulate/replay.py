@@ -266,9 +266,9 @@ class Ledger:
 
     def _steps(self, run: _Averaged) -> Iterator[int]:
         """Train all steps that were begun, in order."""
-        for step in sorted(self._begun):
+        for step in sorted({*self._begun, *self._mixed, *self._counted}):  # some exchange without having a batch
             self._begin_late(run, step)
-            run.train(step, sorted(self._begun[step]))
+            run.train(step, sorted(self._begun.get(step, ())))
             yield step
         self._begin_late(run, max(self._begun, default=-1) + 1)  # those that come when all is trained
 

@@ -146,8 +146,8 @@ class TrainLoop:
             if members.division.steps is None and job.until is None and end is not None:
                 members.division.total = end * members.division.batch
         due = None if members.division is None else members.division.due(first)
-        if (turns := self._turns) is not None and turns.total is not None:
-            due = self._job_batch * (turns.total - turns.done(first))
+        if (plan := members.slots) is not None and plan.total is not None:  # the steps are more if somebody is lost already
+            due = self._job_batch * (plan.total - plan.done(first))
         self._recorder.event("start", step=first, steps=self._steps(), due=due, restored=restored is not None, **work.describe())
         announce(self._context, work.shares, first)
         elastic = members.slots is not None
