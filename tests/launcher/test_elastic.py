@@ -136,16 +136,19 @@ def test_a_worker_of_a_pair_is_killed_where_each_pair_has_its_own_model(tmp_path
         assert run.json("summary.json")["eval"]["eval_loss"] < 1e-3
 
 
-def test_a_group_on_a_grid_is_lost_and_comes_back_as_a_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"), [("averaging", 'every = 4\naveraging = { method = "outer" }\n'), ("gossip", "")], ids=["averaging", "gossip"]
+)
+def test_a_group_on_a_grid_is_lost_and_comes_back_as_a_whole(kind: str, more: str, tmp_path: Path) -> None:
     """Each row with the state of that row. More of it in simulated time: tests/simulate/test_elastic_whole_groups.py."""
     (tmp_path / "task.py").write_text(
         waiting(6)
         .replace("torch.nn.Linear(8, 1)", "torch.nn.Linear(8, 2)")
         .replace("inputs.sum(1, keepdim=True)", "torch.stack([inputs.sum(1), inputs[:, 0]], 1)")
     )
-    topology = TOPOLOGY.format(kind="averaging", restarts=1, steps=STEPS)
+    topology = TOPOLOGY.format(kind=kind, restarts=1, steps=STEPS)
     topology = topology.replace("groups = 3", 'groups = 2\ngroup_size = 2\ngrid = "2x1"')
-    topology = topology.replace("[observe]", 'every = 4\naveraging = { method = "outer" }\n[parallel]\nverify = false\n[observe]')
+    topology = topology.replace("[observe]", f"{more}[parallel]\nverify = false\n[observe]")
     (tmp_path / "trial.toml").write_text(topology)
     with Launched(tmp_path, "trial.toml") as run:
         roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 4)
