@@ -30,6 +30,7 @@ from zmqtrain.exchange.elastic_sums import GroupSums
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.groups import Groups
 from zmqtrain.exchange.members import FixedMembers, Members
+from zmqtrain.exchange.release import Release
 from zmqtrain.exchange.rounded_mean import RoundedMean
 from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.state_source import NeighboursState, StateSource
@@ -133,7 +134,7 @@ class AveragingExchange(Serverless):
         self._restored: dict[str, Payload] = {}
         self._overlap = overlap
         self._step = 0
-        self._released = -1  # the newest step that may begin
+        self._release = Release(self._members, self._give)
         self._contents = AveragedContents() if self._members.takes_turns else None
         if self._own is not None:
             assert self._rounded is None, "rounding errors belong to parts"
@@ -219,7 +220,7 @@ class AveragingExchange(Serverless):
         await state.take(replica, place)
         self._restored = came
         self._resume_flights()
-        self._released = first if await members.release(first) else first - 1
+        await self._release.begin_late(first)
         self._recorder.audit("joined", step=first, source=state.source)
         if self._source is not None:
             self._source.begin()
@@ -256,12 +257,7 @@ class AveragingExchange(Serverless):
         await self.may_begin(self._step + 1)
 
     async def may_begin(self, step: int) -> bool:
-        if step > self._released:
-            if not await self._members.release(step):
-                return False
-            self._released = step
-            await self._give(step)
-        return True
+        return await self._release.may_begin(step)
 
     async def sit_out(self, step: int) -> None:
         """Take part in the averages of a step with the model as it is."""

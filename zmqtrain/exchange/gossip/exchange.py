@@ -35,6 +35,7 @@ from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_powe
 from zmqtrain.exchange.gossip.teams import TeamGossip
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
+from zmqtrain.exchange.release import Release
 from zmqtrain.exchange.serverless import Serverless
 from zmqtrain.exchange.shared_copies import Like, like_in
 from zmqtrain.exchange.state_source import NeighboursState, StateSource
@@ -114,7 +115,7 @@ class GossipExchange(Serverless):
         self._early = settings.by_bucket and (group.size == 1 or not weights) and self._own is None
         self._left_out: set[tuple[int, PeerId]] = set()  # step, group: of what it has got nothing, and has said so
         self._contents = MixedContents() if members.takes_turns else None
-        self._released = -1  # the newest step that may begin
+        self._release = Release(self._members, self._give)
         self._under_way = UnderWay(self._begin, self._abort, overlap=settings.overlap)
         self._sum = GradientSum(sums, self._recorder, self._abort, overlap=settings.overlap)
         self._arithmetic = Arithmetic("zmqtrain-gossip")
@@ -203,7 +204,7 @@ class GossipExchange(Serverless):
         state = NeighboursState(self._endpoint, self._members, timeout_s=timeout_s)
         first = await (state.join_group() if self._members.assigns else state.join())
         await state.take(replica)
-        self._released = first if await self._members.release(first) else first - 1
+        await self._release.begin_late(first)
         self._recorder.audit("joined", step=first, source=state.source)
         self._source_of_state.begin()
         if self._own is not None:  # others of its group may have come with the same step
@@ -258,12 +259,7 @@ class GossipExchange(Serverless):
         await self.may_begin(self._step + 1)
 
     async def may_begin(self, step: int) -> bool:
-        if step > self._released:
-            if not await self._members.release(step):
-                return False
-            self._released = step
-            await self._give(step)
-        return True
+        return await self._release.may_begin(step)
 
     async def sit_out(self, step: int) -> None:
         """Exchange the model as it is."""
