@@ -44,6 +44,7 @@ from zmqtrain.simulate.explore import try_seed
         ("gossip-epoch", 23000129),  # a group is lost when all have trained, with what no other model contains
         ("averaging-epoch", 23000214),  # two are lost while one that has come says what its model contains
         ("servers-async", 23000170),  # one came and was lost again before it began, so two changes of the members were the same
+        ("averaging", 25000277),  # a worker gets the batches of others before it has agreed with them on a change that is in these
         ("teams-sync", 20000002),  # nobody knew any more who takes part, and a worker waited on
     ],
 )

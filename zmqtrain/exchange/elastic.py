@@ -112,6 +112,7 @@ class ElasticMembers:
         """
         self.repeats, self.takes_turns = repeats, takes_turns
         self._contents: Contents | None = None
+        self._handed_over = -1  # the version of the view with which the `slots` were that another worker has handed over
         self._missed: list[tuple[int, int, list[Life], list[tuple[int, bool]]]] = []
         """Changes of those who take turns, of which this worker has no `slots` yet: the view's version, the first step, the
         members, and what counts of the lost ones."""
@@ -253,7 +254,7 @@ class ElasticMembers:
         match value:
             case [int(version), [*eras], known] if self._contents is not None:
                 self._contents.begin_with(known_of(known))
-                self.begins, self.slots = step, SlotPlan.from_value(eras)
+                self.begins, self.slots, self._handed_over = step, SlotPlan.from_value(eras), version
                 self.slots.steps, self.slots.total = self.limits
                 for newer, since, lives, counted in self._missed:
                     if newer > version:
@@ -504,7 +505,8 @@ class ElasticMembers:
             if self.division is not None:
                 self.division.change(step, list(living.items()), decision.newest)
             if self.takes_turns and self.slots is not None:
-                self.slots.go_on_without(step, list(living.items()), counted)
+                if decision.version > self._handed_over:  # otherwise the source of this worker's state had agreed before it
+                    self.slots.go_on_without(step, list(living.items()), counted)
             elif self.takes_turns:
                 self._missed.append((decision.version, step, list(living.items()), counted))
             if self._commits is not None:
