@@ -171,3 +171,15 @@ def test_of_one_that_has_done_nothing_all_is_left() -> None:
     assert ([slot.number for slot in plan.eras[-1].left], plan.handed_on) == ([1, 4], {})
     plan.go_on_without(1, [A], [(9, True)])  # not before the last change, and what nobody has begun is not done
     assert (plan.eras[-1].since, len(plan.eras)) == (2, 2)
+
+
+def test_so_many_are_taken_in_a_step_as_have_a_slot() -> None:
+    draw = random.Random(5)
+    for _ in range(40):
+        plan = SlotPlan([A, B, C])
+        plan.total, plan.steps = draw.choice([None, 11, 14, 30]), draw.choice([None, None, 5])
+        plan.change(3, [A, C], {B: (1, draw.choice([1, 2]))})
+        plan.change(6, [C], {})
+        for step in range(16):
+            members = plan.at(step).members
+            assert plan.taken(step) == sum(plan.slot(step, life) is not None for life in members)

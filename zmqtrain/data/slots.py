@@ -151,6 +151,18 @@ class SlotPlan:
         """The first step in which this life has a part."""
         return next(era.since for era in self.eras if life in era.members)
 
+    def taken(self, step: int) -> int:
+        """The number of slots that are trained in ``step``."""
+        era = self.at(step)
+        turns = len(era.members)
+        left, first = era.rest(step)
+        old, new = left[:turns], turns - len(left[:turns])
+        if self.steps is not None and step >= self.steps:
+            return sum(bool(slot.torn) for slot in old)
+        if self.total is None:
+            return turns
+        return sum(slot.number < self.total for slot in old) + max(0, min(new, self.total - first))
+
     def done(self, step: int) -> int:
         """The number of slots that are trained before ``step``, if those that others have left count as not trained."""
         left, first = self.at(step).rest(step)

@@ -28,9 +28,6 @@ class Serverless:
     async def sit_out(self, step: int) -> None:
         raise AssertionError("all groups have a batch at each step")
 
-    async def may_begin(self, step: int) -> bool:
-        return True
-
     async def keep(self, step: int, *, last: bool, in_turn: bool = True) -> None:
         return None
 

@@ -465,7 +465,7 @@ class TrainLoop:
         if members.division is not None:
             self._samples += members.division.size(step)
         elif (turns := self._turns) is not None:
-            self._samples += self._job_batch * sum(turns.slot(step, life) is not None for life in turns.at(step).members)
+            self._samples += self._job_batch * turns.taken(step)
         else:
             groups = len(members.teams) or len({self._context.placement.role(peer).group for peer in members.at(step)})
             self._samples += groups * self._job_batch

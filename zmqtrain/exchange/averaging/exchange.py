@@ -408,8 +408,11 @@ class AveragingExchange(Serverless):
         plan, contents = self._members.slots, self._contents
         if plan is None or contents is None:
             return
-        since = max(plan.eras[0].since, step - self._fragments.every)
-        new = [peer for peer in group.members if plan.first_step((peer, self._members.incarnation(peer, step) or 0)) > since]
+        before = plan.at(max(plan.eras[0].since, step - self._fragments.every))
+        if before is plan.at(step):
+            return
+        known = set(before.members)
+        new = [peer for peer in group.members if (peer, self._members.incarnation(peer, step) or 0) not in known]
         tag, others = (f"{group.name}/copied", step), [peer for peer in group.members if peer != self._endpoint.peer]
         told = ValuePayload(rows_of(contents.copied))
 
