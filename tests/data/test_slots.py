@@ -176,7 +176,7 @@ def test_of_one_that_has_done_nothing_all_is_left() -> None:
 def test_so_many_are_taken_in_a_step_as_have_a_slot() -> None:
     draw = random.Random(5)
     for _ in range(40):
-        plan = SlotPlan([A, B, C])
+        plan = SlotPlan([A, B, C], since=(since := draw.choice([0, 2])), first=3 * since)
         plan.total, plan.steps = draw.choice([None, 11, 14, 30]), draw.choice([None, None, 5])
         plan.change(3, [A, C], {B: (1, draw.choice([1, 2]))})
         plan.change(6, [C], {})

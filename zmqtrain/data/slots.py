@@ -154,6 +154,8 @@ class SlotPlan:
     def taken(self, step: int) -> int:
         """The number of slots that are trained in ``step``."""
         era = self.at(step)
+        if step < era.since:
+            return 0
         turns = len(era.members)
         left, first = era.rest(step)
         old, new = left[:turns], turns - len(left[:turns])
@@ -183,7 +185,7 @@ class SlotPlan:
     def sits_out(self, step: int, life: Life) -> bool:
         """Whether this life has a part in the step, and nothing to train in it, while others have."""
         members = self.at(step).members
-        return life in members and self.slot(step, life) is None and any(self.slot(step, each) is not None for each in members)
+        return life in members and self.slot(step, life) is None and self.taken(step) > 0
 
     def turn(self, step: int, life: Life) -> Slot | None:
         """As `slot`, but as if training went on for ever. Nobody has a part in steps before those of the plan."""
