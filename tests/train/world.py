@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from zmqtrain.arena import Arena, Region
+from zmqtrain.errors import PeerLostError
 from zmqtrain.events import EventValue
 from zmqtrain.membership.description import RunDescription
 from zmqtrain.membership.environment import COORDINATOR
@@ -71,6 +72,12 @@ class Run:
 
     def losses(self, peer: str) -> list[float]:
         return [event["loss"] for event in self.recorders[peer].of("step")]
+
+    def causes(self) -> list[BaseException]:
+        """The errors but for those of roles that only heard of another's: which of several is the first to fail is open."""
+        causes = [error for error in self.errors.values() if not isinstance(error, PeerLostError)]
+        assert causes or not self.errors, self.errors
+        return causes
 
 
 def topology_of(**sections: Any) -> Topology:
