@@ -41,8 +41,8 @@ class Group3:
     def present(self, step: int, among: Collection[PeerId] | None = None) -> tuple[PeerId, ...]:
         return self.there if among is None else tuple(peer for peer in among if peer in self.there + self.others)
 
-    def since(self, step: int) -> int:
-        return 0
+    def era(self, step: int) -> str:
+        return "0"
 
     def took_part(self, step: int) -> bool:
         return True

@@ -299,9 +299,11 @@ class ElasticMembers:
         here = self._living(self._membership.view)
         return tuple(peer for peer in nearest_first(self._workers, self._endpoint.peer) if peer in here)
 
-    def since(self, step: int) -> int:
-        """The first step of those that the workers of ``step`` train."""
-        return self._plan(step)[0]
+    def era(self, step: int) -> str:
+        """A name for the steps that the workers of ``step`` train as they are there now: processes of the same names may have sent
+        something for the same step before, and been lost."""
+        plans = zip(reversed(self._plans), reversed(self._versions), strict=True)
+        return next(f"{since}.{version}" for (since, _), version in plans if since <= step)
 
     def took_part(self, step: int) -> bool:
         """Whether this very process trains ``step``, and has not joined later."""
@@ -383,7 +385,7 @@ class ElasticMembers:
     async def together(
         self, name: str, step: int, run: Callable[[Group], Awaitable[T]], *, among: Collection[PeerId] | None = None
     ) -> T:
-        since, planned = self._plan(max(0, step - 1))
+        era, planned = self.era(max(0, step - 1)), self._plan(max(0, step - 1))[1]
         of = "members"
         if among is not None:
             planned = {peer: process for peer, process in planned.items() if peer in among}
@@ -393,7 +395,7 @@ class ElasticMembers:
             here = self._living(view)
             # A worker that was lost and came back counts as another one: it joins at a later step.
             members = tuple(peer for peer, process in planned.items() if here.get(peer) == process)
-            group = f"{of}/{since}/{len(planned) - len(members)}"
+            group = f"{of}/{era}/{len(planned) - len(members)}"
             if self._whole:
                 self._attempts[group] = planned
             try:

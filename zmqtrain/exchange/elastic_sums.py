@@ -165,7 +165,7 @@ class ElasticSums:
         planned = {peer: self._members.incarnation(peer, step) for peer in self._members.at(step)}
         living = self._living
         members = tuple(peer for peer, process in planned.items() if living is None or living.get(peer) == process)
-        name = f"sums/{self._members.since(step)}/{len(planned) - len(members)}"
+        name = f"sums/{self._members.era(step)}/{len(planned) - len(members)}"
         return members, self._groups.of(members, name)
 
     def _attempt(self, now: _Step, bucket: Bucket) -> None:
@@ -414,7 +414,7 @@ class GroupSums(ElasticSums):
     def _group_at(self, number: int) -> tuple[tuple[PeerId, ...], Group]:
         step = self.step_of(number)
         members = self._members.present(step)
-        name = f"{self.group.name}/{self._members.since(step)}/{self.group.size - len(members)}"
+        name = f"{self.group.name}/{self._members.era(step)}/{self.group.size - len(members)}"
         return members, self._groups.of(members, name)
 
     async def _scale(self, now: _Step, group: Group, work: Payload) -> None:

@@ -32,7 +32,7 @@ from zmqtrain.exchange.elastic_sums import GroupSums
 from zmqtrain.exchange.gossip.contents import MixedContents
 from zmqtrain.exchange.gossip.distance import Distance
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
-from zmqtrain.exchange.gossip.teams import TeamGossip
+from zmqtrain.exchange.gossip.teams import Place, TeamGossip, mixed_tag
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.release import Release
@@ -385,15 +385,15 @@ class GossipExchange(Serverless):
                         leaving = leaving.with_meta(self._contents.told(step))
                     await self._arithmetic.do(partial(leaving.copy_, part.part(start, stop)), leaving)
                     copied[number].set()
-                    await self._send(index, partners.to, ("gossip", step, index, number), leaving)
+                    await self._send(index, partners.to, mixed_tag(step, (index, number), self._members.own_incarnation), leaving)
                 else:
                     copied[number].set()
 
         async def take() -> None:
             for number, (start, stop) in enumerate(slices):
                 own, others, came = part.part(start, stop), list[Payload](), list[PeerId]()
-                tag = ("gossip", step, index, number)
-                await together(*(self._receive(source, tag, others, came) for source in partners.sources if there(source, step)))
+                place, sources = (index, number), [source for source in partners.sources if there(source, step)]
+                await together(*(self._receive(source, step, place, others, came) for source in sources))
                 await copied[number].wait()
                 left_out = [each for each in partners.sources if each not in came and (step, each) not in self._left_out]
                 if left_out:
@@ -430,16 +430,14 @@ class GossipExchange(Serverless):
         with self._recorder.span(f"send bucket {index} to {to}", "send", step=int(tag[1])), self._survived():
             self._lent.setdefault(index, []).append(await self._endpoint.send(to, tag, leaving, priority=index))
 
-    async def _receive(self, source: PeerId, tag: Tag, received: list[Payload], came: list[PeerId]) -> None:
+    async def _receive(self, source: PeerId, step: int, place: Place, received: list[Payload], came: list[PeerId]) -> None:
         """Append what has come, and of whom."""
-        timeout_s = self._settings.timeout_s
-        with self._recorder.span(f"receive bucket {tag[2]} of {source}", "receive", step=int(tag[1])), self._survived():
-            async with in_time(source, f"bucket {tag[2]} of step {tag[1]}", timeout_s):
-                payload = await self._endpoint.receive(source, tag)
+        index, process = place[0], self._members.incarnation(source, step) or 0
+        with self._recorder.span(f"receive bucket {index} of {source}", "receive", step=step), self._survived():
+            async with in_time(source, f"bucket {index} of step {step}", self._settings.timeout_s):
+                payload = await self._endpoint.receive(source, mixed_tag(step, place, process))
                 if self._contents is not None:  # it is averaged in any case
-                    step = int(tag[1])
-                    life = source, self._members.incarnation(source, step) or 0
-                    self._contents.came(life, step, payload.meta, of=len(self._traded))
+                    self._contents.came((source, process), step, payload.meta, of=len(self._traded))
                 received.append(payload)
                 came.append(source)
 

@@ -171,7 +171,8 @@ class TeamGossip:
         async def send() -> None:
             index, span = place[0], self._recorder.span
             with span(f"send bucket {index} to {to}", "send", step=of.step), suppress(PeerLostError):
-                self._lent[place] = await self._endpoint.send(to, _tag(of.step, place), outgoing, priority=index)
+                tag = mixed_tag(of.step, place, self._members.own_incarnation)
+                self._lent[place] = await self._endpoint.send(to, tag, outgoing, priority=index)
 
         self._giving[place] = self._begin(send(), f"send bucket {place[0]} of step {of.step}")
 
@@ -182,7 +183,8 @@ class TeamGossip:
         async def receive() -> Payload | None:
             with suppress(PeerLostError):
                 if self._members.there(source, of.step):  # another process that has its name by now would never send it
-                    return await self._endpoint.receive(source, _tag(of.step, place))
+                    process = self._members.incarnation(source, of.step) or 0
+                    return await self._endpoint.receive(source, mixed_tag(of.step, place, process))
             return None
 
         task = self._begin(receive(), f"receive bucket {place[0]} of step {of.step}")
@@ -209,5 +211,7 @@ class TeamGossip:
             self._fail(error)
 
 
-def _tag(step: int, place: Place) -> Tag:
-    return ("gossip", step, *place)
+def mixed_tag(step: int, place: Place, process: int) -> Tag:
+    """A part of a model that is mixed at this step, of this process of the sender: an earlier one may have sent the same part, of
+    another model, before it was lost."""
+    return ("gossip", step, *place, process)
