@@ -118,6 +118,15 @@ def test_sync_applies_every_gradient_once(groups: int, steps: int, chance: rando
     assert applied == list(range(groups)) * steps
 
 
+def test_a_group_that_is_to_enter_does_so_when_the_last_of_the_others_rests() -> None:
+    machine = StalenessMachine(Policy("sync"), [1, 2], first_step=14)
+    assert machine.enter(0, 15).entered == ()
+    assert machine.rest(1).entered == ()
+    decision = machine.rest(2)  # without a gradient that would let it in
+    assert (decision.apply, decision.entered) == ((), (0,))
+    assert machine.expected(0) == 15
+
+
 @pytest.mark.parametrize("policy", [Policy("async"), Policy("sync"), Policy("bound", 1)])
 def test_a_group_may_go_on_where_a_change_begins_but_skips_nothing_else(policy: Policy) -> None:
     machine = StalenessMachine(policy, [0, 1])

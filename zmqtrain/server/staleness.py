@@ -227,7 +227,8 @@ class StalenessMachine:
         together = tuple(sorted(self._waiting))
         self._waiting = []
         answer = tuple((group, self._clock[group]) for group in together if group in self._clock and group != leaving)
-        return self._admitted(Decision(together, answer, "all groups' gradients have arrived")) if together else Decision()
+        decision = Decision(together, answer, "all groups' gradients have arrived") if together else Decision()
+        return self._admitted(decision)  # also if none had a gradient: the last of them may just have begun to rest
 
     def _admitted(self, decision: Decision) -> Decision:
         """The decision, and those that enter now, because all steps before theirs are done."""
