@@ -45,6 +45,11 @@ from zmqtrain.simulate.explore import try_seed
         ("averaging-epoch", 23000214),  # two are lost while one that has come says what its model contains
         ("servers-async", 23000170),  # one came and was lost again before it began, so two changes of the members were the same
         ("averaging", 25000277),  # a worker gets the batches of others before it has agreed with them on a change that is in these
+        ("servers-async", 24000016),  # one that finishes waits to deliver what another needs no more, which has left
+        ("servers-sync", 24000088),  # one waits for the last step of others, which rest
+        ("averaging-outer", 25000227),  # a host is started again while the others leave
+        ("servers-async", 30000103),  # a server is asked for something while it hands over and ends
+        ("gossip-hypercube", 25000065),  # one that was lost had sent its model of a step that the next of its name takes part in
         ("teams-sync", 20000002),  # nobody knew any more who takes part, and a worker waited on
     ],
 )

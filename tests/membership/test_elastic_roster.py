@@ -330,6 +330,31 @@ def test_a_loss_or_another_view_ends_an_agreement_for_all() -> None:
     assert table.answers[unversioned] == 5
 
 
+def test_an_agent_that_comes_back_as_another_process_has_lost_its_roles() -> None:
+    """Its host was started again, sooner than it could be missed. The others have left meanwhile, since all was trained."""
+    table = running(hosts=2)
+    for worker in ("worker/0", "worker/2"):
+        table.leave(worker)
+        table.exited(worker, 0)
+    table.leave("agent/h0")
+    late = table.join("agent/h1", incarnation=2)
+    assert "worker/1" in table.roster.view().lost
+    assert isinstance(table.answers[late], PeerLostError)
+    assert table.outcome is not None
+    assert table.outcome.status == "done"
+
+
+def test_an_agent_that_comes_back_in_the_middle_of_a_run_starts_its_workers_again() -> None:
+    table = running(hosts=2)
+    late = table.join("agent/h1", incarnation=2)
+    assert table.answers[late]["late"] is True
+    assert everybody(table) == ["worker/0", "worker/2"]
+    late = table.join("worker/1", incarnation=2)
+    assert table.answers[late]["late"] is True
+    assert everybody(table) == ["worker/0", "worker/1", "worker/2"]
+    assert table.roster.state is State.RUNNING
+
+
 def test_an_agreement_is_about_one_view_although_one_of_those_who_agree_was_given_a_newer_one() -> None:
     """An agent has left, which the others were not told, and a worker that was out of touch gets the view of now."""
     table = running(hosts=2)

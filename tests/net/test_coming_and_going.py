@@ -63,6 +63,25 @@ async def test_who_has_finished_is_no_loss(world: World) -> None:
     assert losses == []
 
 
+async def test_who_finishes_does_not_wait_for_one_that_has_left_although_its_farewell_was_lost(world: World) -> None:
+    a, b = await world.pair()
+    losses: list[str] = []
+    a.on_lost(lambda peer, _: losses.append(peer))
+    assert a.undelivered() == []
+    await a.send("c", ("x",), tensor(1, 100))  # from whom nothing has been heard
+    await a.send("b", ("x",), tensor(1, 100))
+    finishing = asyncio.create_task(a.finish(timeout=60.0))
+    assert content(await b.receive("a", ("x",))) == 1
+    assert "c" in a.undelivered()
+    assert not finishing.done()
+    a.let_go("c")
+    a.let_go("nobody")
+    await finishing
+    with pytest.raises(PeerLostError, match="has finished"):
+        await a.send("c", ("x",), tensor(1, 100))
+    assert losses == []
+
+
 async def test_to_finish_does_not_wait_for_room(world: World) -> None:
     """Nobody asks for the message, so that it could last for ever."""
     a, b = await world.pair(window_bytes=64 * KIB, flush_s=0.05)

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from zmqtrain.errors import ZmqTrainError
+from zmqtrain.errors import PeerLostError, ZmqTrainError
+from zmqtrain.net.endpoint import EndingError
 from zmqtrain.net.memory import MemoryNetwork
 from zmqtrain.net.requests import REPORT_EVERY_S
 from zmqtrain.net.settings import NetSettings
@@ -45,3 +46,24 @@ async def test_a_method_that_keeps_failing_is_reported_once_a_minute() -> None:
     assert (await caller.request("server", "add", 1, timeout=5)).meta == 2
     await caller.close()
     await server.close()
+
+
+async def test_a_process_that_is_about_to_end_does_not_answer_and_its_loss_tells_the_caller() -> None:
+    network = MemoryNetwork()
+    server, caller = (network.endpoint(name, NetSettings(token="secret")) for name in ("server", "caller"))
+    caller.add_peer("server", server.address)
+    reports: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, report: reports.append(report["message"]))
+
+    async def end(caller: str) -> None:
+        raise EndingError
+
+    server.serve("end", end)
+    asking = asyncio.create_task(caller.request("server", "end", timeout=50))
+    await asyncio.sleep(1.0)
+    assert not asking.done()
+    await server.close()
+    with pytest.raises(PeerLostError, match="closed its endpoint"):
+        await asking
+    assert reports == []
+    await caller.close()

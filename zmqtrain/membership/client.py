@@ -264,14 +264,24 @@ class Membership:
             return
         finishing = asyncio.ensure_future(self.endpoint.finish(timeout=self.timeouts.barrier_s + self._touch.alone_s))
         halted = asyncio.ensure_future(self.halted.wait())
+        letting_go = asyncio.ensure_future(self._let_go())
         try:
             await asyncio.wait({finishing, halted}, return_when=asyncio.FIRST_COMPLETED)
             if finishing.done():
                 await finishing
         finally:
-            for one in (finishing, halted):
+            for one in (finishing, halted, letting_go):
                 one.cancel()
-            await asyncio.wait({finishing, halted})
+            await asyncio.wait({finishing, halted, letting_go})
+
+    async def _let_go(self) -> None:
+        """Not wait for those that have left meanwhile: they need nothing, and if their links are down, do not say so any more."""
+        while True:
+            await asyncio.sleep(self.timeouts.grace_s)
+            with suppress(ZmqTrainError):  # then what is on its way must arrive
+                left = await self._ask("left", self.endpoint.undelivered())
+                for peer in left if isinstance(left, list) else ():
+                    self.endpoint.let_go(str(peer))
 
     async def _ask(self, method: str, *args: Value, timeout: float | None = None) -> Value:
         return await self.ask(f"membership.{method}", *args, timeout=timeout)

@@ -126,7 +126,7 @@ class Coordinator:
                 self.failed.set()
             self._do(self._roster.met())
         served = ("join", "again", "ready", "barrier", "agree", "needs_all", "alike", "backup", "heartbeat", "exited", "rift")
-        for name in (*served, "hand_over", "without_backup", "report", "halt", "failed", "leave"):
+        for name in (*served, "hand_over", "without_backup", "report", "halt", "failed", "left", "leave"):
             endpoint.serve(f"membership.{name}", getattr(self, f"_serve_{name}"))
         endpoint.on_superseded(self._give_way)
         endpoint.on_lost(lambda peer, reason: self._do(self._roster.handle_lost(peer, reason, self._now())))
@@ -491,6 +491,11 @@ class Coordinator:
             raise ProtocolError(f"{caller} sends a wrong error report")
         self._do(self._roster.handle_failed(caller, report, self._now()))
         return None
+
+    async def _serve_left(self, caller: PeerId, peers: Value) -> Value:
+        if not isinstance(peers, list):
+            raise ProtocolError(f"{caller} asks wrongly who has left")
+        return [peer for peer in map(str, peers) if self._roster.has_left(peer)]
 
     async def _serve_leave(self, caller: PeerId, late: Value = False) -> Value:
         self._do(self._roster.handle_leave(caller, self._now(), late=late is True))

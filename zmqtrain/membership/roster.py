@@ -264,7 +264,8 @@ class Roster:
         progress."""
         peer = entry.member.peer
         actions: list[Action] = []
-        if entry.here and self._shards.chained(entry.member.kind):  # what it had of the model may be lost with it
+        if entry.here and (entry.member.kind == "agent" or self._shards.chained(entry.member.kind)):
+            # With an agent, its roles are lost; with a server, what it had of the model may be.
             error = PeerLostError(peer, "it came back as another process")
             actions += self._lose(entry, error.reason, error, now)
             if self.state is not State.RUNNING:
@@ -497,6 +498,11 @@ class Roster:
         gone = self._remove_all_of(entry, failure.reason)
         # Its process still exists, and waits for the answer to this very call: so waits for it are not given up here.
         return [*(action for action in gone if not isinstance(action, Drop)), *self._fail_or_go_on(entry, failure, now)]
+
+    def has_left(self, peer: PeerId) -> bool:
+        """Whether a member has left the run, its work being done."""
+        entry = self._members.get(peer)
+        return entry is not None and entry.presence is Presence.LEFT
 
     def handle_leave(self, peer: PeerId, now: float, *, late: bool = False) -> list[Action]:
         """A member has done its work and leaves. The others are not told, since its messages may still be on the way to them.

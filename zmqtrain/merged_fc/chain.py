@@ -27,7 +27,7 @@ from zmqtrain.merged_fc.executor import BatchPart, ExecutorState
 from zmqtrain.merged_fc.messages import ActivationsMeta, AnswerMeta
 from zmqtrain.merged_fc.queue import Turn
 from zmqtrain.merged_fc.server import Answered, FcServer
-from zmqtrain.net.endpoint import PeerId, Subscription
+from zmqtrain.net.endpoint import EndingError, PeerId, Subscription
 from zmqtrain.server.chain_head import ChainHead, ChainTools
 from zmqtrain.server.gate import ShutGate
 from zmqtrain.server.operations import LOG, LOGGED, logged_tag, own_copy
@@ -167,7 +167,7 @@ class FcChain:
         elif chain[:1] == (own,) and not self.serves:
             assert self._has_copy, "only complete copies come into a chain"
             self.serves, self._from = True, None
-            with suppress(RuntimeError):  # it is ending because of an error
+            with suppress(EndingError):
                 self._server.background.run(self._take_over())
 
     async def _take_over(self) -> None:

@@ -13,8 +13,13 @@ PeerId: TypeAlias = str
 Tag: TypeAlias = tuple[str | int, ...]
 #: What has become of a peer that was lost: it is gone for good; it can be reached again; another process has taken its place.
 Returned: TypeAlias = Literal["no", "same", "another"]
-#: Answers a request. If it raises a `ZmqTrainError`, the caller's ``request`` raises that error.
+#: Answers a request. If it raises a `ZmqTrainError`, the caller's ``request`` raises that error. See `EndingError`, too.
 Handler: TypeAlias = Callable[..., Awaitable["Payload | Value"]]
+
+
+class EndingError(Exception):
+    """This process is about to end because of an error, and does nothing more. Who has asked it for something gets no answer, since
+    the loss of this process, which soon follows, is what they must know of."""
 
 
 class Sent(Protocol):
@@ -132,6 +137,14 @@ class Endpoint(Protocol):
     def forget(self, peer: PeerId, reason: str, *, process: int | None = None) -> None:
         """Treat the peer as lost from now on, because membership says so: waits for it raise at once, and `on_lost` is called.
         ``process``: of this name only that one is lost; if another one has greeted already, the link to that one stays."""
+        ...
+
+    def let_go(self, peer: PeerId) -> None:
+        """The peer has finished and is gone, because membership says so, although its farewell has not arrived: as if it had."""
+        ...
+
+    def undelivered(self) -> list[PeerId]:
+        """The peers to which something is on its way: those that `finish` waits for."""
         ...
 
     def pardon(self, count: int) -> None:

@@ -48,10 +48,14 @@ class Flush:
         arrived = self._arrived()
         with suppress(TimeoutError), self._wait():
             async with asyncio.timeout(patience_s) as limit:
-                while self._where(lambda link: link.delivering):
+                while self.undelivered():
                     await self._next_move()
                     if arrived != (arrived := self._arrived()):
                         limit.reschedule(asyncio.get_running_loop().time() + patience_s)
+        return self.undelivered()
+
+    def undelivered(self) -> list[PeerId]:
+        """The peers to which something is on its way."""
         return self._where(lambda link: link.delivering)
 
     @contextmanager

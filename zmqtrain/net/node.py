@@ -166,6 +166,12 @@ class Node:
         self._requests.lose_calls(peer, ending.error)
         self._tell_lost(peer, ending)
 
+    def let_go(self, peer: PeerId) -> None:
+        self._board.let_go(peer)
+
+    def undelivered(self) -> list[PeerId]:
+        return self._board.undelivered()
+
     def show(self, peer: PeerId) -> None:
         self._board.show(peer)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 import zmqtrain.errors
 from zmqtrain.errors import PeerTimeoutError, ProtocolError, ZmqTrainError
-from zmqtrain.net.endpoint import Handler, PeerId, Tag
+from zmqtrain.net.endpoint import EndingError, Handler, PeerId, Tag
 from zmqtrain.net.flags import ANSWER, ERROR, REQUEST
 from zmqtrain.net.incoming import Incoming
 from zmqtrain.net.mailbox import Mailbox
@@ -196,6 +196,8 @@ class Requests:
             self._answer(incoming, ANSWER, payload)
         except ZmqTrainError as error:
             self._answer(incoming, ERROR, ValuePayload(describe_error(error)))
+        except EndingError:
+            return
         except Exception as error:  # noqa: BLE001 - the caller gets an answer, and the loop's handler reports it
             text = f"{incoming.tag[2]!r} failed there: {type(error).__name__}: {error}"
             self._answer(incoming, ERROR, ValuePayload({"type": "ZmqTrainError", "text": text[:2000], "attributes": {}}))

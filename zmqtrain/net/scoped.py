@@ -88,6 +88,12 @@ class ScopedEndpoint:
     def forget(self, peer: PeerId, reason: str, *, process: int | None = None) -> None:
         self._endpoint.forget(peer, reason, process=process)
 
+    def let_go(self, peer: PeerId) -> None:
+        self._endpoint.let_go(peer)
+
+    def undelivered(self) -> list[PeerId]:
+        return self._endpoint.undelivered()
+
     def pardon(self, count: int) -> None:
         self._endpoint.pardon(count)
 

@@ -125,6 +125,14 @@ class Switchboard:
             self._on_lost(peer, ending, (), self._mailbox.lose(peer))
         self._gone[peer] = ending
 
+    def let_go(self, peer: PeerId) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            self._end(link, endings.left(peer))
+
+    def undelivered(self) -> list[PeerId]:
+        return self._flushed.undelivered()
+
     def links(self) -> Iterable[Link]:
         return [link for link in self._links.values() if link.state is State.OPEN]
 

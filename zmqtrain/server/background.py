@@ -8,7 +8,7 @@ from typing import Any
 
 from zmqtrain.errors import ProtocolError, ZmqTrainError
 from zmqtrain.events import Recorder
-from zmqtrain.net.endpoint import Endpoint, PeerId, Tag
+from zmqtrain.net.endpoint import EndingError, Endpoint, PeerId, Tag
 
 #: The most refusals being sent at once; beyond them, a flood of bad messages is dropped silently.
 MOST_REFUSALS = 16
@@ -22,15 +22,15 @@ class ServerTasks:
         self._ending: set[asyncio.Task[None]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run it to its end, for which the server waits."""
+        """Run it to its end, for which the server waits. Raises `EndingError`."""
         try:
             return self._tasks.create_task(coroutine)
-        except RuntimeError:  # the group is ending because of another task's error
+        except RuntimeError as error:  # the group is ending because of another task's error
             coroutine.close()
-            raise
+            raise EndingError from error
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run it, but not beyond the end of the server."""
+        """Run it, but not beyond the end of the server. Raises `EndingError`."""
         task = self.spawn(coroutine)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)

@@ -33,7 +33,7 @@ from zmqtrain.exchange.server_messages import (
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.news import News
 from zmqtrain.membership.view import View
-from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription, Tag
+from zmqtrain.net.endpoint import EndingError, Endpoint, PeerId, Subscription, Tag
 from zmqtrain.server.background import ServerTasks
 from zmqtrain.server.chain_head import HandedOverError
 from zmqtrain.server.fill import fill, make_entries
@@ -191,7 +191,7 @@ class ReplicatedServer:
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it for as long as this server lasts. Nothing happens if it is ending because of an error."""
-        with suppress(RuntimeError):
+        with suppress(EndingError):
             self._background.run(coroutine)
 
     def _know(self, configuration: Configuration) -> None:
