@@ -176,9 +176,11 @@ class Roster:
         return any(self._members.agents[host].here for host in hosts if host in self._members.agents)
 
     def met(self) -> list[Action]:
-        """The members that another roster had welcomed: their addresses."""
+        """The members that another roster had welcomed: their addresses, and the view. Who is told it and is not there is missed,
+        also if it has no agent that could tell."""
         reason = "it had joined before another launcher took over"
-        return [Meet(entry.member.peer, entry.member.address, reason) for entry in self._members.here() if entry.member.address]
+        meet = [Meet(entry.member.peer, entry.member.address, reason) for entry in self._members.here() if entry.member.address]
+        return [*meet, *self._tell_all("view", self.view().to_value(), reason)]
 
     @property
     def version(self) -> int:
