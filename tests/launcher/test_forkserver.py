@@ -88,7 +88,7 @@ async def test_children_and_how_they_end(entry: str) -> None:
 async def test_children_have_what_their_server_has_imported(entry: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import os\nsaid = os.environ.get('GIVEN')\nos.environ['LEFT'] = 'by the module'\n")
     async with asyncio.timeout(30), ForkServer(entry) as server:
-        await server.preload(["slow", "json.tool"], [str(tmp_path)], {"GIVEN": "for a while"})
+        await server.preload(["slow", "json.tool"], [str(tmp_path)], {"GIVEN": "for a while"}, 1)
         code, text, _ = await (await start(server, DO="modules", WHO="slow json.tool")).end()
         assert (code, text) == (0, "slow True for a while\njson.tool True None\nGIVEN None LEFT by the module path False\n")
 
@@ -105,7 +105,7 @@ async def test_what_children_cannot_share_is_refused(entry: str, tmp_path: Path,
     (tmp_path / "bad.py").write_text(code)
     async with asyncio.timeout(30), ForkServer(entry) as server:
         with pytest.raises(UsageError, match=why):
-            await server.preload(["bad"], [str(tmp_path)], {})
+            await server.preload(["bad"], [str(tmp_path)], {}, 1)
         assert psutil.pid_exists(await server.pid())
 
 
@@ -113,7 +113,7 @@ async def test_a_server_that_dies_while_it_imports(entry: str, tmp_path: Path) -
     (tmp_path / "bad.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     async with asyncio.timeout(30), ForkServer(entry) as server:
         with pytest.raises(HostLostError, match="forkserver"):
-            await server.preload(["bad"], [str(tmp_path)], {})
+            await server.preload(["bad"], [str(tmp_path)], {}, 1)
 
 
 async def test_a_role_is_named_in_the_list_of_processes(tmp_path: Path) -> None:

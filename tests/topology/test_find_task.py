@@ -67,5 +67,12 @@ def test_an_installed_module_is_found() -> None:
     ],
 )
 def test_not_found(folder: Path, task: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as caught:
         find_task(task, [folder])
+    assert "there is no folder" not in str(caught.value)
+
+
+@pytest.mark.parametrize("task", ["missing.py:task", "missing:task"])
+def test_a_folder_that_does_not_exist_is_named(folder: Path, task: str) -> None:
+    with pytest.raises(UsageError, match=r"\(there is no folder .*nowhere: see .job. python_path\)$"):
+        find_task(task, [folder, folder / "nowhere"])

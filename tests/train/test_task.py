@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -219,6 +221,59 @@ def test_a_model_without_values_is_refused() -> None:
     with pytest.raises(TaskError, match="'weight' of the model Linear is on the device meta"):
         build_model(empty)
     assert build_model(empty, without_content=True).weight.is_meta
+
+
+DRAWS = """
+import random, numpy, torch
+{at_import}
+def task():
+    global drawn
+    drawn = (torch.rand(1).item(), float(numpy.random.rand()), random.random())
+    from zmqtrain import Task
+    return Task(model=lambda: None, loss=print, optimizer=print, train_data=[drawn])
+"""
+
+
+@pytest.mark.parametrize("by", ["file", "module"])
+@pytest.mark.parametrize(
+    ("at_import", "as_seeded"),
+    [
+        ("", 0),
+        ("torch.manual_seed(3); numpy.random.seed(3); random.seed(3)", 3),
+        ("own = torch.rand(2), numpy.random.rand(2)", None),
+    ],
+)
+def test_what_a_task_draws_follows_from_the_seed(at_import: str, as_seeded: int | None, by: str, tmp_path: Path) -> None:
+    """On each worker, and again in a process that has the module already; what a module seeds by itself holds."""
+    name = f"draws_{by}_{as_seeded}"
+    (tmp_path / f"{name}.py").write_text(DRAWS.format(at_import=at_import))
+    spec = f"{name}.py" if by == "file" else name
+    before = torch.get_rng_state(), random.getstate()
+    found = []
+    for seed in (7, 7, 8):
+        (drawn,) = load_task(spec, folders=(tmp_path,), seed=seed).train_data
+        found.append(drawn)
+        torch.rand(3)  # somebody else draws meanwhile
+        random.random()
+    assert found[0] == found[1]
+    assert (found[0] == found[2]) == bool(at_import), "a module is imported once"
+    if as_seeded:
+        torch.manual_seed(as_seeded)
+        numpy.random.seed(as_seeded)
+        random.seed(as_seeded)
+        assert found[0] == (torch.rand(1).item(), numpy.random.rand(), random.random())
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    load_task(spec, folders=(tmp_path,))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("spec", ["misses_a_module.py", "misses_a_module"])
+def test_a_folder_of_modules_that_does_not_exist_is_named(spec: str, tmp_path: Path) -> None:
+    (tmp_path / "misses_a_module.py").write_text("import module_of_nobody\n")
+    with pytest.raises(TaskError, match=r"No module named 'module_of_nobody' \(there is no folder .*libs: see"):
+        load_task(spec, folders=(tmp_path, tmp_path / "libs"))
 
 
 def test_a_relative_import_in_a_file_names_the_module(tmp_path: Path) -> None:

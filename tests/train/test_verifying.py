@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from tests.train.test_divided import plan_of, recipe_of
+from tests.train.test_divided import data_of, network, plan_of, recipe_of
 from tests.train.world import Recipe, run, topology_of
 from zmqtrain.errors import DifferentModelError, PeerLostError, TaskError, UsageError
 from zmqtrain.parallel.deferred import Tape, deferred, is_deferred
@@ -46,6 +47,21 @@ async def test_without_it_nothing_is_compared() -> None:
     for recorder in result.recorders.values():
         assert not recorder.of("verified")
         assert recorder.of("not verified")[0]["reason"] == "[parallel] verify = false"
+
+
+@pytest.mark.parametrize("grid", ["2x1", "2x2"])
+async def test_samples_may_require_a_gradient(grid: str) -> None:
+    """Their batch has a graph, through which both models go backward."""
+    inputs, targets = data_of(72).tensors
+    plain, recipe = (
+        Recipe(model=network, train_data=TensorDataset(each, targets), eval_data=None)
+        for each in (inputs, inputs.clone().requires_grad_())
+    )
+    for each in (recipe, plain):
+        result = await run(topology(grid), each)
+        assert not result.errors, result.errors
+        assert result.recorders["worker/0"].of("verified")
+    assert torch.equal(recipe.parameters("worker/0"), plain.parameters("worker/0"))
 
 
 async def test_lists_of_samples_of_different_lengths_are_refused_by_name() -> None:

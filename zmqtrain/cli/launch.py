@@ -122,7 +122,7 @@ def _launch(file: Path, topology: Topology, script: Sequence[str], emulation: Em
         engine = make_engine(topology.engine.kind)
     placement = place_before(topology) if isinstance(engine, GatheringEngine) else place(topology)
     if topology.job.task is not None:
-        find_task(topology.job.task, (".", *topology.job.python_path))  # fail here and now, rather than in every worker
+        find_task(topology.job.task, topology.job.folders())  # fail here and now, rather than in every worker
     if options.go_on and options.run_dir is None:
         raise UsageError("--continue needs the directory of the run to continue: add --run-dir DIR")
     with ExitStack() as stack:

@@ -20,7 +20,7 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.batches import sample_batch
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.random_state import seed_everything
-from zmqtrain.train.task import build_model, load_task, user_code
+from zmqtrain.train.task import build_model, task_of_job, user_code
 from zmqtrain.train.verifying import SAMPLES, Ordinary, verify_task
 
 
@@ -33,7 +33,7 @@ def verify_plan(topology: Topology, data: str | None) -> dict[str, Any]:
     assert job.task is not None
     layers = tuple(LayerPlan(each.layer, each.choice, Grid.parse(each.grid), each.strips) for each in topology.parallel.layers)
     grid = main_grid(Plan(layers) if layers else None, grid)
-    task = load_task(job.task, job.args, data_path_of(data, topology), folders=(".", *job.python_path))
+    task = task_of_job(job, data_path_of(data, topology))
     with alone():
         seed_everything(job.seed)
         ordinary = Ordinary(task, job.seed, build_model(task))

@@ -100,7 +100,7 @@ def _measured(
     from zmqtrain.plan.measure.profile import Asked, profile_task
     from zmqtrain.plan.measure.timing import Patience
     from zmqtrain.train.device.make import device_named
-    from zmqtrain.train.task import load_task
+    from zmqtrain.train.task import task_of_job
 
     job, compute = topology.job, topology.compute
     if job.task is None:
@@ -110,7 +110,7 @@ def _measured(
     if where.type == "cpu" and compute.keep_memory:
         keep_memory()
     path = data_path_of(data, topology)
-    task = load_task(job.task, job.args, path, folders=(".", *job.python_path))
+    task = task_of_job(job, path)
     bench = ModelBench(task, where, precision=compute.precision, channels_last=compute.channels_last, seed=job.seed)
     given = target.endswith(".toml")
     asked = Asked(

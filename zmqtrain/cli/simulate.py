@@ -71,7 +71,7 @@ def run_simulate(
     if topology.compute.auto_groups:
         raise UsageError(f'{file} has groups = "auto": zmqtrain tune {file} --simulate finds the number')
     if topology.job.task is not None and topology.trains:
-        find_task(topology.job.task, (".", *topology.job.python_path))
+        find_task(topology.job.task, topology.job.folders())
     if topology.compute.profile is not None:
         Profile.load(topology.compute.profile)
     topology = decided(topology, file.resolve().parent, data, lambda text: print(text, file=sys.stderr))

@@ -24,7 +24,7 @@ from zmqtrain.observe.run_directory import find_run
 from zmqtrain.plan.efficiency import fewest
 from zmqtrain.run.preemption import INTERRUPTED
 from zmqtrain.topology.schema import Topology
-from zmqtrain.train.task import load_task
+from zmqtrain.train.task import task_of_job
 from zmqtrain.tune.job import space_for
 from zmqtrain.tune.search import Search
 from zmqtrain.tune.space import Space
@@ -115,6 +115,5 @@ def updates_of(topology: Topology, data: str | None) -> int | None:
         return None
     if job.steps is not None:
         return job.steps
-    assert job.task is not None
-    samples = load_task(job.task, job.args, data, folders=(".", *job.python_path)).training().samples
+    samples = task_of_job(job, data).training().samples
     return math.ceil((job.epochs or 1) * samples / topology.compute.batch_size)

@@ -235,7 +235,7 @@ def require_trials(file: Path, topology: Topology) -> None:
             "groups of workers that each compute the whole model: remove the grid, or launch without a search"
         )
     assert topology.job.task is not None
-    find_task(topology.job.task, (".", *topology.job.python_path))
+    find_task(topology.job.task, topology.job.folders())
     place(regrouped(topology, 1))
 
 

@@ -93,7 +93,7 @@ class ForkedProcesses:
                 roles = self._description.placement.of_host(host)
                 threads = max((role.threads for role in roles if role.kind == "worker"), default=1)
                 given = {**self._given(host), "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}
-                await self._forks.preload(modules, self._folders(host), given)
+                await self._forks.preload(modules, self._folders(host), given, self._description.topology.job.seed)
                 self._preloaded = True
 
     def _given(self, host: str) -> Mapping[str, str]:

@@ -130,20 +130,21 @@ class ForkServer:
             child.exited.set_result(self._early.pop(pid))
         return child
 
-    async def preload(self, modules: Sequence[str], folders: Sequence[str], environ: Mapping[str, str]) -> None:
+    async def preload(self, modules: Sequence[str], folders: Sequence[str], environ: Mapping[str, str], seed: int) -> None:
         """Import modules in the server, for all processes that are forked from then on.
 
         Args:
             modules: their names.
             folders: from which modules are imported before all others.
             environ: variables that are set meanwhile.
+            seed: of the generators from which they may draw.
 
         Raises `UsageError` if a module cannot be imported there, and `HostLostError` if the server has died.
         """
         channel = await self._serving()
         imported: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._importing[self._number] = imported
-        channel.send(msgpack.packb([self._number, list(modules), list(folders), dict(environ)]))
+        channel.send(msgpack.packb([self._number, list(modules), list(folders), dict(environ), seed]))
         if why := await imported:
             raise UsageError(f"[job] preload: {why}")
 

@@ -7,20 +7,25 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 
 from zmqtrain.launcher.one_thread import threads
 
 
-def preload(modules: Sequence[str], folders: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Import modules as a role would that has these folders at the front of its path, and these variables.
+def preload(modules: Sequence[str], folders: Sequence[str], environ: Mapping[str, str], seed: int) -> str:
+    """Import modules as a role would that has these folders at the front of its path, these variables, and the job's seed.
 
     Returns why a role cannot have them from this process; nothing if all is well.
     """
     with _like_a_role(folders, environ):
         for name in modules:
             try:
-                getattr(import_module(name), "__path__", None)  # of the compiler that is postponed, this imports the real one
+                from zmqtrain.train.random_state import imported, seed_everything  # torch, as a role imports it
+
+                seed_everything(seed)
+                module = imported(name, partial(import_module, name))
+                getattr(module, "__path__", None)  # of the compiler that is postponed, this imports the real one
             except BaseException as error:  # noqa: BLE001 - SystemExit, too: it must not end the roles of this host
                 return f"{name} cannot be imported: {type(error).__name__}: {error}"
             if threads() != 1:

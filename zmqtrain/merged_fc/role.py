@@ -129,7 +129,7 @@ def _build(
     from zmqtrain.parallel.turns import turn
     from zmqtrain.train.checkpoint.recut import tensors_of
     from zmqtrain.train.random_state import seed_everything
-    from zmqtrain.train.task import load_task
+    from zmqtrain.train.task import task_of_job
 
     topology = context.topology
     job, compute = topology.job, topology.compute
@@ -139,7 +139,7 @@ def _build(
                 "merged_fc needs [job] task (module:function or file.py:function), from which the FC server builds the model; a "
                 "training loop of your own cannot provide it. Name a task, or set merged_fc = false"
             )
-        task = load_task(job.task, job.args, context.data_path, folders=(*job.python_path, Path.cwd()))
+        task = task_of_job(job, context.data_path, here=Path.cwd())
     started = device.clock()
     with turn():
         seed_everything(job.seed)

@@ -34,7 +34,7 @@ from zmqtrain.train.batches import sample_batch
 from zmqtrain.train.data_path import data_path_of
 from zmqtrain.train.device.profile import Profile
 from zmqtrain.train.divided import loss_on_grid, numbers_of_loss
-from zmqtrain.train.task import Task, build_model, load_task, user_code
+from zmqtrain.train.task import Task, build_model, task_of_job, user_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _task_of(topology: Topology, data: str | None) -> Task:
     job, data = topology.job, data_path_of(data, topology)
     if job.task is None:
         raise UsageError("there is no model to run: set [job] task")
-    return load_task(job.task, job.args, data, folders=(".", *job.python_path))
+    return task_of_job(job, data)
 
 
 def _made(topology: Topology, task: Task, *, without_content: bool = False) -> nn.Module:

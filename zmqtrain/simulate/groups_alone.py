@@ -28,7 +28,7 @@ from zmqtrain.topology.placement import Placement
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.batches import partition_of
 from zmqtrain.train.random_state import seed_everything
-from zmqtrain.train.task import Task, build_model, build_optimizer, load_task
+from zmqtrain.train.task import Task, build_model, build_optimizer, task_of_job
 
 
 def comparable(topology: Topology) -> bool:
@@ -98,8 +98,7 @@ class GroupsAlone:
         topology, job = self._topology, self._topology.job
         task = self._given
         if task is None:
-            assert job.task is not None
-            task = load_task(job.task, job.args, self._data_path, folders=(*job.python_path, Path.cwd()))
+            task = task_of_job(job, self._data_path, here=Path.cwd())
         source = task.training()
         reader = Reader(source.dataset, source.collate, source.transform)
         partition, batch = partition_of(source, topology.compute.groups, topology), topology.compute.batch_size

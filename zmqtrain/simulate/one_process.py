@@ -19,7 +19,7 @@ from zmqtrain.parallel.turns import generator_state, generators_kept
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.batches import partition_of
 from zmqtrain.train.random_state import seed_everything
-from zmqtrain.train.task import Task, build_model, build_optimizer, load_task
+from zmqtrain.train.task import Task, build_model, build_optimizer, task_of_job
 
 #: Sums in another order differ by so much, of the larger of 1 and the value.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -39,8 +39,7 @@ def trained_alone(
     ``task``: in place of the one that the topology names."""
     job = topology.job
     if task is None:
-        assert job.task is not None
-        task = load_task(job.task, job.args, data_path, folders=(*job.python_path, Path.cwd()))
+        task = task_of_job(job, data_path, here=Path.cwd())
     with generators_kept():
         seed_everything(job.seed)
         model = build_model(task)

@@ -122,7 +122,7 @@ def _possible(topology: Topology, options: Options) -> Topology:
         )
     if topology.trains:
         assert topology.job.task is not None
-        find_task(topology.job.task, (".", *topology.job.python_path))
+        find_task(topology.job.task, topology.job.folders())
     return topology
 
 

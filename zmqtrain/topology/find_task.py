@@ -47,13 +47,19 @@ def find_task(task: str, folders: Sequence[str | Path] = (".",)) -> TaskPlace:
     return TaskPlace(file, function)
 
 
+def absent(folders: Sequence[str | Path]) -> str:
+    """Which of the folders do not exist, in words that end a message about a module that was not found; empty if all do."""
+    missing = [str(folder) for folder in folders if not Path(folder).is_dir()]
+    return f" (there is no folder {' or '.join(missing)}: see [job] python_path)" if missing else ""
+
+
 def _file(task: str, source: str, folders: Sequence[str | Path]) -> Path:
     tried = [Path(folder, source) for folder in folders]
     for path in tried:
         if path.is_file():
             return path
     where = "" if Path(source).is_absolute() else f" in {' or '.join(str(Path(folder).absolute()) for folder in folders)}"
-    raise UsageError(f"[job] task = {task!r}: there is no file {source}{where}")
+    raise UsageError(f"[job] task = {task!r}: there is no file {source}{where}{absent(folders)}")
 
 
 def _module(task: str, name: str, folders: Sequence[str | Path]) -> Path:
@@ -74,6 +80,7 @@ def _module(task: str, name: str, folders: Sequence[str | Path]) -> Path:
                 )
             raise UsageError(
                 f"[job] task = {task!r}: there is no module {missing}. Install it, or add its folder to [job] python_path"
+                f"{absent(folders)}"
             )
         where = list(spec.submodule_search_locations or ())
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):

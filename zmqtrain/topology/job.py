@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -91,7 +92,11 @@ class Job(Section):
     args: Annotated[dict[str, Any], AfterValidator(_plain)] = Field(
         default_factory=dict, description="Keyword arguments for the task function."
     )
-    python_path: Texts = Field(default=(), description="Folders to put at the front of Python's search path in every process.")
+    python_path: Texts = Field(
+        default=(),
+        description="Folders to put at the front of Python's search path in every process. `task` is looked for there, and then "
+        "in the working folder.",
+    )
     preload: Annotated[Texts, AfterValidator(_modules)] = Field(
         default=(),
         description="Modules that take long to import, such as `sklearn.datasets`: each host imports them once, before it forks "
@@ -215,6 +220,10 @@ class Job(Section):
         if self.steps is None and self.epochs is None and self.until is None:
             object.__setattr__(self, "epochs", 1)
         return self
+
+    def folders(self, here: str | Path = ".") -> tuple[str | Path, ...]:
+        """Where files and modules of `task` are looked for, in this order. ``here``: the working folder."""
+        return (*self.python_path, here)
 
     def resized_rate(self, growth: float) -> float:
         """The factor for learning rates if a step has ``growth`` times as many samples as with the workers of the file."""

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from zmqtrain.data.content import content_of
 from zmqtrain.data.partition import Partition
 from zmqtrain.data.source import Source
-from zmqtrain.errors import UsageError
 from zmqtrain.membership.alike import Facts
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.parallel.gradient_norm import GradientNorm
@@ -37,7 +36,7 @@ from zmqtrain.train.remote_layers import RemoteLayers
 from zmqtrain.train.replica import ReplicaSettings, TorchReplica
 from zmqtrain.train.shared import allocate_in
 from zmqtrain.train.shares import draws_of, in_step
-from zmqtrain.train.task import Task, build_model, build_optimizer, check_layers, load_task
+from zmqtrain.train.task import Task, build_model, build_optimizer, check_layers, task_of_job
 from zmqtrain.train.verifying import Ordinary
 
 
@@ -66,11 +65,7 @@ def build(
     topology, role = context.topology, context.role
     job, compute = topology.job, topology.compute
     if task is None:
-        if job.task is None:
-            raise UsageError(
-                "[job] task is missing: name a function that returns a zmqtrain.Task (module:function or file.py:function)"
-            )
-        task = load_task(job.task, job.args, context.data_path, folders=(*job.python_path, Path.cwd()))
+        task = task_of_job(job, context.data_path, here=Path.cwd())
     require_metric(task, job)
     source = task.training()
     source.require(compute.batch_size, topology.data.shuffle)

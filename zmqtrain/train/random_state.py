@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,37 @@ def drawn_alike(device: torch.device, seed: Sequence[int]) -> Iterator[None]:
             torch.set_rng_state(before)
             if accelerator is not None and on_device is not None:
                 accelerator.set_random_state(device, on_device)
+
+
+def imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
+    """A module of the task's code. If it seeds generators or draws from them when it is imported, they are afterwards as it leaves
+    them, also where this process has it already: for another of its ranks, or by ``[job] preload``.
+
+    Args:
+        name: the module's.
+        load: imports it, or finds it imported.
+    """
+    if (left := _LEFT.get(name)) is not None:
+        torch.set_rng_state(left[0])
+        with not_drawing():
+            np.random.set_state(left[1])
+            random.setstate(left[2])
+        return load()
+    before = _states()
+    module = load()
+    after = _states()
+    if not torch.equal(before[0], after[0]) or before[1:] != after[1:]:
+        _LEFT[name] = after
+    return module
+
+
+def _states() -> tuple[Tensor, Any, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return generator_state(), (name, np.asarray(keys).tolist(), *rest), random.getstate()
+
+
+#: Modules that have drawn when they were imported, with the states of torch's, numpy's and Python's generators afterwards.
+_LEFT: dict[str, tuple[Tensor, Any, Any]] = {}
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:

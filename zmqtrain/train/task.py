@@ -29,11 +29,15 @@ from zmqtrain.data.source import Shard, Source, source_of
 from zmqtrain.errors import RunStopped, TaskError, UsageError, ZmqTrainError
 from zmqtrain.exchange.momentum import explicit_of, with_momentum
 from zmqtrain.exchange.optimizer import require_no_step_hooks, require_separable
+from zmqtrain.parallel.verify.case import alone
+from zmqtrain.topology.find_task import absent
+from zmqtrain.topology.job import Job
 from zmqtrain.topology.schema import Topology
 from zmqtrain.topology.suggest import did_you_mean
 from zmqtrain.train.adapted_schedule import AdaptedSchedule, Schedule
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.checkpoint.folder import can_hold
+from zmqtrain.train.random_state import imported, seed_everything
 from zmqtrain.train.shadowed import OF_TASKS, beside_of, require_own, require_own_modules
 from zmqtrain.train.shared_storage import check_storage, storage_of
 from zmqtrain.train.shares import in_step
@@ -392,23 +396,42 @@ def user_code(what: str) -> Iterator[None]:
         raise TaskError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
+def task_of_job(job: Job, data_path: str | None = None, *, here: str | Path = ".") -> Task:
+    """The task that ``[job] task`` names. Arguments and errors are those of `load_task`; ``here``: the working folder."""
+    if job.task is None:
+        raise UsageError(
+            "[job] task is missing: name a function that returns a zmqtrain.Task (module:function or file.py:function)"
+        )
+    return load_task(job.task, job.args, data_path, folders=job.folders(here), seed=job.seed)
+
+
 def load_task(
-    spec: str, args: Mapping[str, Any] | None = None, data_path: str | None = None, *, folders: Sequence[str | Path] = (".",)
+    spec: str,
+    args: Mapping[str, Any] | None = None,
+    data_path: str | None = None,
+    *,
+    folders: Sequence[str | Path] = (".",),
+    seed: int = 1,
 ) -> Task:
     """Import and call the function that ``spec`` names: ``package.module:function`` or ``path/to/file.py:function``.
+
+    The global generators of Python, numpy and torch are seeded before, so that all workers draw the same (a split, synthetic data);
+    afterwards they are what they were.
 
     Args:
         spec: where the function is; without ``:function`` it is called ``task``.
         args: ``[job] args``, passed as keyword arguments.
         data_path: passed as ``data`` if the function takes it; must exist.
         folders: where relative files, and modules that are not installed, are looked for.
+        seed: ``[job] seed``.
 
     Raises:
         UsageError: there is no such file, module, function, argument or data path.
         TaskError: the code raised, or did not return a `Task`.
     """
     source, _, name = spec.rpartition(":") if ":" in spec else (spec, "", "task")
-    with _without_arguments(source):
+    with _without_arguments(source), _missed(folders), alone():
+        seed_everything(seed)
         module = _load_file(source, folders) if source.endswith(".py") else _load_module(source, folders)
         function = getattr(module, name, None)
         if function is None:
@@ -416,6 +439,17 @@ def load_task(
             hint = f"; did you mean {near!r}?" if near else ""
             raise UsageError(f"[job] task = {spec!r}: {source} has no function {name!r}{hint}")
         return task_of(function, spec, args, data_path)
+
+
+@contextmanager
+def _missed(folders: Sequence[str | Path]) -> Iterator[None]:
+    """If a module that the task imports is not found, its folder may be one that does not exist."""
+    try:
+        yield
+    except TaskError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError) and (missing := absent(folders)):
+            raise TaskError(f"{error}{missing}") from error.__cause__
+        raise
 
 
 @contextmanager
@@ -486,12 +520,12 @@ def _load_file(source: str, folders: Sequence[str | Path]) -> ModuleType:
     name = f"zmqtrain_task_{found.stem}"
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(found):
-        return loaded
+        return imported(str(found), lambda: loaded)
     _search(found.parent)
     require_own_modules(found, found.parent)
     try:
         with user_code(f"importing {found}"):
-            return load_file(name, found)
+            return imported(str(found), lambda: load_file(name, found))
     except TaskError as error:
         if isinstance(error.__cause__, ImportError) and "relative import" in str(error.__cause__):
             raise TaskError(
@@ -519,7 +553,7 @@ def _load_module(source: str, folders: Sequence[str | Path]) -> ModuleType:
             require_own(root, beside, Path(folder).resolve(), f"it is in {root!r}")
             break
     try:
-        return importlib.import_module(source)
+        return imported(source, lambda: importlib.import_module(source))
     except ModuleNotFoundError as error:
         if error.name is not None and (source == error.name or source.startswith(error.name + ".")):
             raise UsageError(

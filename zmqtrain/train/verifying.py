@@ -207,8 +207,10 @@ def _whole_batch(fabric: Fabric, grid: Grid, batch: Batch, samples: int) -> Batc
 
 
 def _first(batch: Batch, samples: int) -> Batch:
+    """Samples that require a gradient are leaves here, since several models compute gradients with them."""
     try:
-        return batch.part(slice(0, min(samples, batch.samples)))
+        part = batch.part(slice(0, min(samples, batch.samples)))
+        return part.mapped(lambda each: mapped(each, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad)))
     except TaskError as error:
         raise NotComparable(str(error)) from error
 

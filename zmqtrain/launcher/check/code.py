@@ -27,14 +27,14 @@ def look_at_code(topology: Topology, data: str | None) -> Iterator[Finding]:
 
 def _task(topology: Topology, data: str | None) -> Iterator[Finding]:
     from zmqtrain.train.metrics import require_metric
-    from zmqtrain.train.task import load_task
+    from zmqtrain.train.task import task_of_job
 
     job = topology.job
     if job.task is None or not topology.trains:
         return
     try:
         with redirect_stdout(sys.stderr):  # what the task prints must not mix with our rows
-            task = load_task(job.task, job.args, data_path_of(data, topology), folders=(".", *job.python_path))
+            task = task_of_job(job, data_path_of(data, topology))
         require_metric(task, job)
         source = task.training()
         compute, data_settings = topology.compute, topology.data

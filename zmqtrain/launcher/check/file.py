@@ -108,7 +108,7 @@ def _task(topology: Topology) -> Finding:
     if topology.job.task is None:
         return Finding("task", True, "none: launch this file with a script, or set [job] task")
     try:
-        place = find_task(topology.job.task, (".", *topology.job.python_path))
+        place = find_task(topology.job.task, topology.job.folders())
     except UsageError as error:
         return Finding("task", False, str(error))
     return Finding("task", True, f"{place.function} in {place.file}")

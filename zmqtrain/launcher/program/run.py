@@ -146,7 +146,7 @@ def _check(job: ProgramJob) -> None:
     if topology.compute.auto_groups:
         raise UsageError('launch() cannot search for groups = "auto": give a number, or use the command zmqtrain launch')
     if topology.job.task is not None:
-        find_task(topology.job.task, (".", *topology.job.python_path))
+        find_task(topology.job.task, topology.job.folders())
     elif topology.compute.device != "modelled":
         raise UsageError(
             f'{job.file.name} names no task: give launch() task="module:function" (a script is for the command zmqtrain launch)'
@@ -266,7 +266,7 @@ class LaunchedRun:
 
         from zmqtrain.train.checkpoint.model_file import NAME
         from zmqtrain.train.data_path import data_path_of
-        from zmqtrain.train.task import build_model, load_task, task_of
+        from zmqtrain.train.task import build_model, task_of, task_of_job
 
         file, job = self.folder / NAME, self.topology.job
         if not file.is_file():
@@ -280,7 +280,7 @@ class LaunchedRun:
             if self._function is not None:
                 task = task_of(self._function, job.task, job.args, data)
             else:
-                task = load_task(job.task, job.args, data, folders=(self._here, *job.python_path))
+                task = task_of_job(job, data, here=self._here)
             model = build_model(task)
         try:
             model.load_state_dict(load_file(file))

@@ -64,7 +64,7 @@ def program_files(job: Job, script: str | None, folder: Path) -> list[str]:
     found = [] if script is None else [script]
     source = (job.task or "").partition(":")[0]
     if source.endswith(".py"):
-        places = [os.path.join(part, source) for part in ("", *job.python_path)]
+        places = [os.path.join(part, source) for part in job.folders("")]
         found.append(next((path for path in places if (folder / path).is_file()), source))
     return found
 
