@@ -278,8 +278,11 @@ class Membership:
         """Not wait for those that have left meanwhile: they need nothing, and if their links are down, do not say so any more."""
         while True:
             await asyncio.sleep(self.timeouts.grace_s)
+            waiting: list[Value] = [*self.endpoint.undelivered()]
+            if not waiting:
+                continue
             with suppress(ZmqTrainError):  # then what is on its way must arrive
-                left = await self._ask("left", self.endpoint.undelivered())
+                left = await self._ask("left", waiting)
                 for peer in left if isinstance(left, list) else ():
                     self.endpoint.let_go(str(peer))
 
