@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import zmqtrain.exchange.elastic as elastic
+import zmqtrain.exchange.turns as turns
 import zmqtrain.train.worker as worker
 from benchmarks.patches import Patches
 from zmqtrain.exchange.averaging.exchange import AveragingExchange
 from zmqtrain.exchange.elastic import ElasticMembers
 from zmqtrain.exchange.gossip.exchange import GossipExchange
 from zmqtrain.exchange.state_source import NeighboursState, StateSource
+from zmqtrain.exchange.turns import Takers
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.roster import Roster
-from zmqtrain.train.batches.ordered import OrderedBatches
+from zmqtrain.train.batches.slotted import SlottedBatches
 
 
 def others_stay(patches: Patches) -> None:
@@ -57,8 +60,8 @@ def from_several_groups(patches: Patches) -> None:
     """The rows of a group begin with those of different groups, whose models differ."""
 
     def make(find: Any) -> Any:
-        async def mutated(self: ElasticMembers, view: Any, living: Mapping[str, int]) -> Any:
-            found = await find(self, view, living)
+        def mutated(self: ElasticMembers, living: Mapping[str, int], before: Any) -> Any:
+            found = find(self, living, before)
             for coming, (source, _) in list(found.items()):
                 last = next(group for group in self._whole if coming[0] in group)[-1] == coming[0]
                 there = [group for group in self._whole if source not in group and coming[0] not in group]
@@ -89,13 +92,53 @@ def all_are_there(patches: Patches) -> None:
 def batch_of_another(patches: Patches) -> None:
     """A group that has come back trains the batches of the step before."""
 
-    def make(batch: Any) -> Any:
-        async def mutated(self: OrderedBatches, step: int, *, ahead: bool) -> Any:
-            return await batch(self, step - 1 if self._members.late else step, ahead=ahead)
+    def make(place: Any) -> Any:
+        def mutated(self: SlottedBatches, step: int) -> tuple[int, int]:
+            group, of = place(self, step)
+            return group, max(0, of - 1) if self._members.late else of
 
         return mutated
 
-    patches.around(OrderedBatches, "batch", make)
+    patches.around(SlottedBatches, "_place", make)
+
+
+def best_part_counts(patches: Patches) -> None:
+    """What has come in one part of a group's model counts as if it were in all of it."""
+
+    def make(what_is_left: Any) -> Any:
+        async def mutated(self: ElasticMembers, *args: Any) -> Any:
+            whole, self._whole = self._whole, []
+            try:
+                return await what_is_left(self, *args)
+            finally:
+                self._whole = whole
+
+        return mutated
+
+    patches.around(ElasticMembers, "_what_is_left", make)
+
+
+def smaller_group_is_another(patches: Patches) -> None:
+    """A group that has lost one of its workers counts as lost, and what is left of it as another one."""
+
+    def make(here: Any) -> Any:
+        def mutated(self: Takers, living: Any, there: Any, version: int) -> Any:
+            return here(self, living, [peer for peer in there if set(self.group(peer)) <= set(there)], version)
+
+        return mutated
+
+    patches.around(Takers, "here", make)
+
+
+def next_group_is_the_same(patches: Patches) -> None:
+    """A group that has come back goes on in the place of the one that was lost."""
+
+    def mutated(before: Any, here: Any) -> Any:
+        known = dict(before)
+        return [(name, known.get(name, number)) for name, number in here]
+
+    for module in (elastic, turns):
+        patches.around(module, "lives_after", lambda _: mutated)
 
 
 def state_too_soon(patches: Patches) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from zmqtrain.data.slots import Life, Slot, SlotPlan
+from zmqtrain.data.slots import Life, Slot, SlotPlan, lives_after
 from zmqtrain.errors import ProtocolError
 
 A, B, C = ("worker/0", 1), ("worker/1", 2), ("worker/2", 3)
@@ -171,6 +171,17 @@ def test_of_one_that_has_done_nothing_all_is_left() -> None:
     assert ([slot.number for slot in plan.eras[-1].left], plan.handed_on) == ([1, 4], {})
     plan.go_on_without(1, [A], [(9, True)])  # not before the last change, and what nobody has begun is not done
     assert (plan.eras[-1].since, len(plan.eras)) == (2, 2)
+
+
+def test_a_group_that_goes_on_takes_the_turns_that_it_had() -> None:
+    plan = SlotPlan([A, B, C])
+    here: list[tuple[str, int | None]] = [("worker/0", None), ("worker/2", 8)]  # of the last one nobody is there who was before
+    lives = lives_after(plan.eras[-1].members, here)
+    assert lives == [A, ("worker/2", 8)]
+    assert plan.lost(lives) == [B, C]
+    plan.go_on_without(2, lives, [(1, True), (2, True)])
+    assert [slot.number for slot in plan.eras[-1].left] == [4]
+    assert numbers(plan, 2, *lives) == [4, 6]
 
 
 def test_so_many_are_taken_in_a_step_as_have_a_slot() -> None:

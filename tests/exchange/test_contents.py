@@ -55,6 +55,15 @@ def test_a_message_tells_of_those_whose_newest_batches_are_known() -> None:
     assert [row[2] for row in told if isinstance(row, list)] == list(range(2 * MOST_TOLD - 1, MOST_TOLD - 1, -1))
 
 
+def test_those_who_know_the_same_tell_the_same() -> None:
+    """In whatever order they have heard of it: all of a group do."""
+    first, later = MixedContents(), MixedContents()
+    known = [((f"worker/{rank}", 0), 3) for rank in range(2 * MOST_TOLD)]
+    first.begin_with(dict(known))
+    later.begin_with(dict(reversed(known)))
+    assert first.told(4) == later.told(4)
+
+
 def test_gossip_against_sets_of_batches() -> None:
     """What a model is known to contain is in it, and with every message complete it is all that is in it."""
     chance = random.Random(3)

@@ -54,6 +54,7 @@ class World:
     def __init__(self, nodes: list[Endpoint]) -> None:
         self.members = Group3()
         self.nodes = nodes
+        self.counted: list[tuple[int, int]] = []  # worker and step, as mixtures count
         self.replicas = [NumpyReplica(SIZES, rank) for rank in range(3)]
         self.sums = [
             GroupSums(node, cast(ElasticMembers, self.members), group, timeouts=Timeouts.of(5.0), recorder=NullRecorder())
@@ -96,7 +97,8 @@ class World:
             bucket.gradients.add_(work)
 
         needed = ("worker/0", "worker/1", "worker/2", "worker/7")
-        return asyncio.ensure_future(self.sums[rank].mix(step, self.replicas[rank].buckets, Mixture(needed, take, add)))
+        mixture = Mixture(needed, take, add, lambda: self.counted.append((rank, step)))
+        return asyncio.ensure_future(self.sums[rank].mix(step, self.replicas[rank].buckets, mixture))
 
     def gradients(self, rank: int) -> list[float]:
         return [float(value) for bucket in self.replicas[rank].buckets for value in cast(Any, bucket.gradients).numpy()]
@@ -200,6 +202,7 @@ async def test_a_mixture_counts_on_all_of_the_group() -> None:
         await summed(made)
         assert await asyncio.gather(*(made.mix(rank, 0) for rank in range(3))) == [True] * 3
         assert all(made.gradients(rank) == [1111.0] * 8 for rank in range(3))
+        assert sorted(made.counted) == [(0, 0), (1, 0), (2, 0)]
         for rank in range(3):
             assert made.sums[rank].hold() == 1  # the second result of step 0
             assert made.sums[rank].step_of(1) == 0
@@ -215,12 +218,30 @@ async def test_a_mixture_of_what_a_lost_worker_had_is_given_up_by_all() -> None:
         assert [made.sums[rank].hold() for rank in range(3)] == [0, 0, 0]
         made.decide(0, 0, lack=False, of=(0, 1, 2))
         assert await asyncio.gather(*tasks, made.mix(2, 0)) == [False] * 3
+        assert made.counted == []
         assert all(made.gradients(rank) == [111.0] * 8 for rank in range(3))
         for rank in range(3):
             made.sums[rank].begin(1)
             made.fill(rank)
         await asyncio.gather(*(task for rank in range(3) for task in made.hand_over(rank, 1)))
         assert all(made.gradients(rank) == [111.0] * 8 for rank in range(3))
+
+
+async def test_a_step_may_have_a_mixture_and_no_sums() -> None:
+    """In which a group has nothing to train."""
+    async with world() as made:
+        await summed(made)
+        lost = [made.mix(rank, 0, asyncio.Event()) for rank in range(3)]
+        await asyncio.sleep(0.1)
+        made.members.others = ()
+        assert [made.sums[rank].hold() for rank in range(3)] == [0, 0, 0]
+        made.decide(0, 0, lack=False, of=(0, 1, 2))
+        assert await asyncio.gather(*lost) == [False] * 3
+        made.members.others = ("worker/7",)
+        assert await asyncio.gather(*(made.mix(rank, 1) for rank in range(3))) == [True] * 3
+        assert all(made.gradients(rank) == [1111.0] * 8 for rank in range(3))
+        assert [made.sums[rank].hold() for rank in range(3)] == [3, 3, 3]
+        assert sorted(made.counted) == [(0, 1), (1, 1), (2, 1)]
 
 
 async def test_one_that_has_a_mixture_gives_it_to_those_that_lack_it() -> None:
@@ -234,8 +255,10 @@ async def test_one_that_has_a_mixture_gives_it_to_those_that_lack_it() -> None:
         made.sums[0].begin(1)
         made.lose(2)
         assert [made.sums[rank].hold() for rank in range(2)] == [1, 0]
+        assert made.counted == [(0, 0)]
         made.decide(1, 0, lack=True, of=(0, 1))
         assert await tasks[1]
+        assert made.counted == [(0, 0), (1, 0)]
         await asyncio.sleep(0.1)
         assert made.gradients(0) == made.gradients(1) == [1111.0] * 8
         assert made.sums[0].given_up, "the step that it had begun, whose batch was divided among others"

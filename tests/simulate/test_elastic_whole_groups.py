@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,11 @@ SOON = {"job": {"restarts": 1, "timeout": "250 ms", "steps": 16}}
 ELASTIC, OUTER = {"method": "elastic"}, {"method": "outer", "outer_lr": 0.7, "outer_momentum": 0.9}
 STREAMING = OUTER | {"overlap_steps": 1, "fragments": 2, "mix": 0.25}
 GOSSIP: dict[str, Any] = {"gossip": {}}
+BY_BATCH: dict[str, Any] = {"gossip": {"granularity": "batch"}}
+EPOCH: dict[str, Any] = {"job": {"epochs": 1, "steps": None}}
+BACK_IN_EPOCH: dict[str, Any] = {"job": {"epochs": 1, "steps": None, "restarts": 1}}
+#: The second one when the others train what the first one has left, after the last step that there was before.
+ONE_BY_ONE = [kill("worker/5", step=8), kill("worker/0", step=9)]
 GRADIENTS, HYPERCUBE = {"gossip": {"exchange": "gradients"}}, {"gossip": {"topology": "hypercube"}}
 VARIATIONS: dict[str, tuple[str, int, dict[str, Any], list[Fault], dict[str, Any], list[int]]] = {
     "the first row, for good": ("2x1", 3, {}, [kill("worker/2", step=2)], {}, [0, 2]),
@@ -171,6 +177,9 @@ VARIATIONS: dict[str, tuple[str, int, dict[str, Any], list[Fault], dict[str, Any
     "the sample ring": ("2x2", 2, {}, [kill("worker/1", step=2)], BACK | {"data": {"shuffle": "ring"}}, [0, 1]),
     "the ring of three, for good": ("2x1", 3, {}, [kill("worker/3", step=2)], {"data": {"shuffle": "ring"}}, [0, 2]),
     "epochs": ("2x1", 3, {}, [kill("worker/3", step=2)], {"job": {"epochs": 1, "steps": None, "restarts": 1}}, [0, 1, 2]),
+    "epochs, in what was left": ("2x1", 3, {}, ONE_BY_ONE, EPOCH, [1]),
+    "an epoch of EASGD": ("2x1", 3, ELASTIC, [kill("worker/3", step=2)], EPOCH, [0, 2]),
+    "an epoch of streaming DiLoCo": ("2x1", 3, STREAMING, [kill("worker/3", step=5)], EPOCH | BACK_IN_EPOCH, [0, 1, 2]),
     "clipped gradients": ("2x1", 3, {}, [kill("worker/3", step=2)], BACK | {"optimizer": {"clip_norm": 0.3}}, [0, 1, 2]),
     "its host": ("2x1", 3, {}, [restart("h3", at=0.03, after=0.004)], SOON, [0, 1, 2]),
     "a host with two groups": ("2x1", 3, {}, [kill("h2", at=0.05)], {"hosts": [{"name": "h[1-2]", "slots": 3}]}, [0]),
@@ -188,6 +197,10 @@ VARIATIONS: dict[str, tuple[str, int, dict[str, Any], list[Fault], dict[str, Any
     "gossip: the ring": ("2x2", 2, GOSSIP, [kill("worker/1", step=2)], BACK | {"data": {"shuffle": "ring"}}, [0, 1]),
     "gossip: on a hypercube": ("2x1", 4, HYPERCUBE, [kill("worker/3", step=2)], BACK, [0, 1, 2, 3]),
     "gossip: of gradients": ("2x2", 2, GRADIENTS, [kill("worker/5", step=2)], BACK, [0, 1]),
+    "gossip: an epoch": ("2x1", 3, GOSSIP, [kill("worker/3", step=2)], EPOCH, [0, 2]),
+    "gossip: an epoch, and back": ("2x2", 2, GOSSIP, [kill("worker/5", step=4)], EPOCH | BACK_IN_EPOCH, [0, 1]),
+    "gossip: in what was left": ("2x1", 3, GOSSIP, ONE_BY_ONE, EPOCH, [1]),
+    "gossip: an epoch by batch": ("2x1", 3, BY_BATCH, [kill("worker/0", step=5)], EPOCH, [1, 2]),
     "gossip: an uneven batch": ("2x2", 2, GOSSIP, [kill("worker/4", step=2)], BACK | {"compute": {"batch_size": 5}}, [0, 1]),
 }  # fmt: skip
 
@@ -280,16 +293,26 @@ def test_a_checkpoint_that_lacks_a_group_is_gone_on_from(method: str, elastic: b
     job = {"checkpoint_every": 4}
     first = topology("2x1", 3, {"method": method}, job=job | {"steps": 4})
     alone = GroupsAlone(first, place(first), task(), None)
-    options = Options(faults=[kill("worker/2", step=1)], task=task(), checkpoints=tmp_path / "checkpoints", on_audit=alone.hear)
+    taken = set[int]()
+
+    def hear(peer: str, what: str, values: Mapping[str, Any]) -> None:
+        alone.hear(peer, what, values)
+        taken.update({values["slot"]} if what == "takes" else ())
+
+    options = Options(faults=[kill("worker/2", step=1)], task=task(), checkpoints=tmp_path / "checkpoints", on_audit=hear)
     result = simulate(first, options=options)
     assert (result.ending.status, result.broken) == ("done", [])
     for rank in (2, 3):
         alone.hear(f"worker/{rank}", "joined", {"step": 4, "source": f"worker/{rank - 2}"})
     then = topology("2x1", 3, {"method": method}, job=job | {"elastic": True})
-    if not elastic:  # fixed groups state nothing: these are over all
+    if not elastic:  # fixed groups state nothing: these are over all, and go on with the batches after those that were trained
         then = topology("2x1", 3, {"method": method}, job=job | {"elastic": False})
         names = [name for name, _ in network().named_parameters()]
         alone.hear("worker/0", "counted", {"step": 5, "names": names, "members": workers(0, 1, 2)})
+        assert taken == {*range(len(taken))}
+        for step, group in product(range(4, STEPS), range(3)):
+            slot = len(taken) + (step - 4) * 3 + group
+            alone.hear(f"worker/{2 * group}", "takes", {"step": step, "slot": slot})
     options = Options(
         faults=(), task=task(), checkpoints=tmp_path / "checkpoints", resume=tmp_path / "checkpoints", on_audit=alone.hear
     )
@@ -303,17 +326,23 @@ def test_a_checkpoint_of_gossip_that_lacks_a_group_is_gone_on_from(tmp_path: Pat
     first = topology("2x1", 3, GOSSIP, job={"checkpoint_every": 4, "steps": 4})
     run(first, kill("worker/2", step=1), folder=tmp_path / "checkpoints")
     then = topology("2x1", 3, GOSSIP, job={"checkpoint_every": 4})
-    folder, began = tmp_path / "checkpoints", dict[str, float]()
+    folder, began, taken = tmp_path / "checkpoints", dict[str, float](), dict[tuple[int, str], int]()
 
     def report(peer: str, events: list[dict[str, Any]]) -> None:
         began.update((peer, event["values"]["loss"]) for event in events if (event["kind"], event["step"]) == ("step", 4))
 
-    options = Options(faults=(), task=task(), checkpoints=folder, resume=folder, on_report=report)
+    def hear(peer: str, what: str, values: Mapping[str, Any]) -> None:
+        if what == "takes":
+            taken[values["step"], peer] = values["slot"]
+
+    options = Options(faults=(), task=task(), checkpoints=folder, resume=folder, on_report=report, on_audit=hear)
     result = simulate(then, options=options)
     assert (result.ending.status, result.broken) == ("done", []), result.ending.error
     model = network()
     model.load_state_dict(load_file(folder / "step-00000004" / "model.safetensors"))
-    rows = slice((4 * 3 + 1) * BATCH, (4 * 3 + 2) * BATCH)
+    slot = taken[4, "worker/2"]
+    assert slot == taken[4, "worker/3"]
+    rows = slice(slot * BATCH, (slot + 1) * BATCH)
     loss = nn.functional.cross_entropy(model(X[rows]), Y[rows]).item()
     assert (began["worker/2"], began["worker/3"]) == (pytest.approx(loss, rel=1e-9), pytest.approx(loss, rel=1e-9))
 

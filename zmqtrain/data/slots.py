@@ -8,7 +8,8 @@ ones. So each slot is trained once, whoever was lost, and an epoch has all its s
     era 0: 3 members    step 0: 0 1 2    step 1: 3 4 -        the last one is lost in step 1
     era 1: 2 members    step 2: 5 6      step 3: 7 8    ...
 
-A *life* is one process under a worker's name.
+A *life* is one process under a worker's name; or one of a group of several workers, under the name of its first worker: it lasts
+as long as somebody of the group is there who was there before (`lives_after`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ Life: TypeAlias = tuple[PeerId, int]
 #: How far a lost life has got: every gradient before the first step counts everywhere, and none from the second step on counts
 #: anywhere. They differ by at most one.
 Progress: TypeAlias = tuple[int, int]
+
+
+def lives_after(before: Sequence[Life], here: Sequence[tuple[PeerId, int | None]]) -> list[Life]:
+    """The lives of those that are ``here``: each by its name and the number of a life that begins, or ``None`` if it goes on with
+    the one that it had ``before``."""
+    known = dict(before)
+    return [(name, known[name] if number is None else number) for name, number in here]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ def merge(into: dict[Life, int], more: Mapping[Life, int]) -> None:
 
 def rows_of(known: Mapping[Life, int], most: int | None = None) -> Value:
     """Plain values for `known_of`. At ``most`` so many processes: those of which the newest batches are known."""
-    rows = sorted(known.items(), key=lambda item: item[1], reverse=True)[:most]
+    # All workers of a group tell the same, whoever of them has come later.
+    rows = sorted(known.items(), key=lambda item: (-item[1], item[0]))[:most]
     return [[peer, process, until] for (peer, process), until in rows]
 
 

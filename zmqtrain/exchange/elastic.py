@@ -20,7 +20,7 @@ from typing import Protocol
 
 from zmqtrain.collectives.group import Group
 from zmqtrain.data.division import Division, Span
-from zmqtrain.data.slots import Life, Slot, SlotPlan
+from zmqtrain.data.slots import Life, Slot, SlotPlan, lives_after
 from zmqtrain.data.teams import Change as TeamsChange
 from zmqtrain.data.teams import Team, first_teams
 from zmqtrain.errors import ConnectivityError, PeerLostError, PeerTimeoutError, ProtocolError, ViewChangedError
@@ -28,6 +28,7 @@ from zmqtrain.events import Recorder
 from zmqtrain.exchange.contents import Contents, known_of, rows_of
 from zmqtrain.exchange.groups import Groups
 from zmqtrain.exchange.members import Change, Prepare, T, nearest_first
+from zmqtrain.exchange.turns import Takers, Turns
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId
@@ -108,15 +109,14 @@ class ElasticMembers:
             whole: all groups, if these have models of their own, and no worker of one can train without the others: views show all
                 of a group, or none.
             repeats: a group that has lost a worker trains the step once more that it had under way.
-            takes_turns: groups of one worker with models of their own train what a lost one has left.
+            takes_turns: groups with models of their own train what a lost one has left.
         """
         self.repeats, self.takes_turns = repeats, takes_turns
         self._contents: Contents | None = None
         self._handed_over = -1  # the version of the view with which the `slots` were that another worker has handed over
-        self._missed: list[tuple[int, int, list[Life], list[tuple[int, bool]]]] = []
-        """Changes of those who take turns, of which this worker has no `slots` yet: the view's version, the first step, the
-        members, and what counts of the lost ones."""
+        self._missed: list[Turns] = []  # of which this worker has no `slots` yet
         self.assigns = bool(apart or whole)
+        self._takers = Takers(apart or whole) if takes_turns and (apart or whole) else None  # if groups of several take turns
         self._whole = [tuple(group) for group in whole]
         self.splits = bool(groups or apart)
         self._apart = [tuple(group) for group in apart]
@@ -135,7 +135,8 @@ class ElasticMembers:
         first = late if membership.late else {peer: here.get(peer, 0) for peer in workers[: len(workers) - spares]}
         self._plans: list[tuple[int, Mapping[PeerId, int]]] = [(0, first)]  # first step; members and their incarnations
         self._knows = not membership.late  # who trained before
-        self._name: PeerId = next((group[0] for group in groups if endpoint.peer in group), endpoint.peer)  # of the group
+        named = (*groups, *apart, *whole)
+        self._name: PeerId = next((group[0] for group in named if endpoint.peer in group), endpoint.peer)  # of the group
         self._teams: list[TeamsChange] = []
         self._firsts: dict[Life, int] = {}  # the first step of each team that there ever was
         if groups and not membership.late:
@@ -172,8 +173,16 @@ class ElasticMembers:
 
     @property
     def _unit(self) -> Life:
+        me = self._endpoint.peer
+        if self._takers is not None and self.slots is not None and self._takers.has_part(me, self.slots.eras[-1]):
+            return self._takers.life(me, self.slots.eras[-1])
         team = self.team()
         return self._life if team is None else team.unit
+
+    def unit(self, peer: PeerId, step: int) -> Life:
+        if self._takers is None or self.slots is None:
+            return peer, self.incarnation(peer, step) or 0
+        return self._takers.life(peer, self.slots.at(step))
 
     def turn(self, step: int) -> Slot | None:
         if self.slots is None:
@@ -221,12 +230,19 @@ class ElasticMembers:
 
     def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
         if self.slots is None:
-            units = [team.unit for team in self.teams] or list(self._plan(0)[1].items())
+            present = self._plan(0)[1]
+            units = [team.unit for team in self.teams] or list(present.items())
+            if self._takers is not None:
+                units = self._takers.first(present)
             self.slots = SlotPlan(units, since=since, first=first, left=[Slot(number) for number in left])
-            for _, step, lives, counted in self._missed:
-                self.slots.go_on_without(step, lives, counted)
-            self._missed.clear()
+            self._take_missed(self.slots)
         return self.slots
+
+    def _take_missed(self, slots: SlotPlan) -> None:
+        for turns in self._missed:
+            if turns.version > self._handed_over:
+                turns.begin(slots)
+        self._missed.clear()
 
     def begin_division(self, since: int = 0, first: int | None = None, left: Sequence[Span] = ()) -> None:
         if self._divided is None or self.division is not None:
@@ -244,7 +260,7 @@ class ElasticMembers:
 
     def work_from(self, step: int) -> Value:
         if self._contents is not None and self.slots is not None:
-            return [self._versions[-1], self.slots.to_value(), rows_of({**self._contents.known(), self._life: step})]
+            return [self._versions[-1], self.slots.to_value(), rows_of({**self._contents.known(), self._unit: step})]
         if self.division is None:
             return None
         begun = step // self._every * self._every  # what was added up since then may be given up
@@ -253,13 +269,10 @@ class ElasticMembers:
     def take_work(self, step: int, value: Value) -> None:
         match value:
             case [int(version), [*eras], known] if self._contents is not None:
-                self._contents.begin_with(known_of(known))
-                self.begins, self.slots, self._handed_over = step, SlotPlan.from_value(eras), version
+                self.slots, self._handed_over = SlotPlan.from_value(eras), version
                 self.slots.steps, self.slots.total = self.limits
-                for newer, since, lives, counted in self._missed:
-                    if newer > version:
-                        self.slots.go_on_without(since, lives, counted)
-                self._missed.clear()
+                self._take_missed(self.slots)
+                self._contents.begin_with({life: until for life, until in known_of(known).items() if life != self._unit})
                 return
             case [int(version), [*eras]] if self._divided is not None:
                 division = Division.from_value(eras, self._divided, self._usual)
@@ -490,8 +503,9 @@ class ElasticMembers:
             try:
                 newest = await membership.agree("members", begun, tuple(living), version=view.version)
                 decision = await self._what_counts(view, living)
-                sources = await self._find_sources(view, living) if self.assigns else {}
-                counted = await self._what_is_left(view, living)
+                there = await self._who_was_there(view, living) if self.assigns else frozenset()
+                here = list(living.items()) if self._takers is None else self._takers.here(living, there, view.version)
+                counted = await self._what_is_left(view, living, here)
             except (PeerLostError, ViewChangedError) as error:
                 await self._newer(view, {}, (), error)
                 continue
@@ -500,17 +514,16 @@ class ElasticMembers:
                 step = await self._prepare(step, living, view.version)
             self._plans.append((step, living))
             if self.assigns:
-                self._knows, self._sources = True, {**self._sources, **sources}
+                self._knows, self._sources = True, {**self._sources, **self._find_sources(living, there)}
             self._changes_agreed = view.changes
             self._complete.append(decision.newest)
             self._versions.append(decision.version)
             if self.division is not None:
                 self.division.change(step, list(living.items()), decision.newest)
+            if self.takes_turns:
+                self._missed.append(Turns(decision.version, step, here, counted))
             if self.takes_turns and self.slots is not None:
-                if decision.version > self._handed_over:  # otherwise the source of this worker's state had agreed before it
-                    self.slots.go_on_without(step, list(living.items()), counted)
-            elif self.takes_turns:
-                self._missed.append((decision.version, step, list(living.items()), counted))
+                self._take_missed(self.slots)  # unless the source of this worker's state had agreed before it
             if self._commits is not None:
                 self._commits.decide(decision)
             before = self._plans[-2][1]
@@ -525,7 +538,7 @@ class ElasticMembers:
 
     async def _what_counts(self, view: View, living: Mapping[PeerId, int]) -> Decision:
         """Agree on the newest step that counts. Without losses in the meantime, everybody gets the same answer."""
-        if self.takes_turns:  # groups' models are their own
+        if self._commits is None and self.takes_turns:  # models are workers' own, or those of groups of which all are there
             return Decision(view.version, living, -1, "", lack=False)
         those, of = tuple(living), ""
         if self._apart:
@@ -544,11 +557,9 @@ class ElasticMembers:
         holder = await agree("holder", self._workers.index(me) if own == newest else -1)
         return Decision(view.version, living, newest, self._workers[holder], lack=bool(lack))
 
-    async def _find_sources(self, view: View, living: Mapping[PeerId, int]) -> dict[Life, Life]:
-        """Whose state those begin with that come: one of their group, if any of it was there before, since its model is its own;
-        but if none of a group trains without the others, each begins with that of the worker at its place in another group, so that
-        together they have one group's model. All agree on that; and what groups have agreed on among themselves counts if all have
-        come this far."""
+    async def _who_was_there(self, view: View, living: Mapping[PeerId, int]) -> Collection[PeerId]:
+        """Agree on who of the ``living`` was there before. What groups have agreed on among themselves counts if all have come this
+        far."""
         before = self._plans[-1][1] if self._knows else {}
         there: set[PeerId] = set()
         for start in range(0, len(self._workers), RANKS_AT_ONCE):
@@ -556,6 +567,12 @@ class ElasticMembers:
             own = sum(1 << n for n, peer in ranks if peer in living and before.get(peer) == living[peer])
             all_know = await self._membership.agree(f"members/there/{start}", own, tuple(living), version=view.version)
             there |= {peer for n, peer in ranks if all_know >> n & 1}
+        return there
+
+    def _find_sources(self, living: Mapping[PeerId, int], there: Collection[PeerId]) -> dict[Life, Life]:
+        """Whose state those begin with that come: one of their group, if any of it was ``there`` before, since its model is its
+        own; but if none of a group trains without the others, each begins with that of the worker at its place in another group, so
+        that together they have one group's model."""
         found: dict[Life, Life] = {}
         for number, group in enumerate(self._whole):
             coming = any(peer in living and peer not in there for peer in group)
@@ -570,16 +587,18 @@ class ElasticMembers:
                     found[peer, living[peer]] = (one, living[one])
         return found
 
-    async def _what_is_left(self, view: View, living: Mapping[PeerId, int]) -> list[tuple[int, bool]]:
+    async def _what_is_left(
+        self, view: View, living: Mapping[PeerId, int], here: Sequence[tuple[PeerId, int | None]]
+    ) -> list[tuple[int, bool]]:
         """If groups take turns: for each lost one (`SlotPlan.lost`) the step before which what it has trained is in the model of
         somebody who is there, and whether it is in everybody's. A worker that is still waiting for a state cannot say who is lost,
-        but learns it here."""
+        but learns it here. Of a model that is divided among a group it must be in all parts; other groups are of one mind."""
         if not self.takes_turns:
             return []
-        lost = self.slots.lost(list(living.items())) if self.slots is not None else []
+        lost = [] if self.slots is None else self.slots.lost(lives_after(self.slots.eras[-1].members, here))
 
-        async def agree(what: str, value: int) -> int:
-            return await self._membership.agree(f"members/{what}", value, tuple(living), version=view.version)
+        async def agree(what: str, value: int, among: Collection[PeerId] = tuple(living)) -> int:
+            return await self._membership.agree(f"members/{what}", value, tuple(among), version=view.version)
 
         found = []
         for number in range(await agree("lost", len(lost))):
@@ -587,6 +606,8 @@ class ElasticMembers:
             if lost:
                 assert self._contents is not None, "take_over comes before the first step"
                 own = self._contents.got(lost[number])
+            if self._whole and self._takers is not None:
+                own = -await agree(f"lost/{number}/least/{self._name}", -own, self._takers.group(self._endpoint.peer))
             step = await agree(f"lost/{number}", own)
             lacks = await agree(f"lost/{number}/lacks", step - own if lost else 0)
             found.append((step, lacks == 0))

@@ -45,6 +45,8 @@ class Mixture:
     """Fills a payload with what comes for a bucket; the same on all of the group, and only with a part from each."""
     apply: Callable[[Bucket, Payload], None]
     """Mixes the bucket with it. Called in a thread."""
+    counts: Callable[[], None] = lambda: None
+    """Called as soon as it counts here."""
 
 
 @dataclass(slots=True)
@@ -361,9 +363,13 @@ class GroupSums(ElasticSums):
         """The batch of ``step`` is about to be divided among those that are there now."""
         now = self._now
         assert now is None or now.done.is_set(), f"step {step} begins before that of {now.step} has ended"
-        if now is None or not now.given_up:  # otherwise the memory is free, and the other one still has what counted last
+        self._begin_result(2 * step)
+
+    def _begin_result(self, number: int) -> _Step:
+        if self._now is None or not self._now.given_up:  # otherwise the memory is free; the other one has what counted last
             self._turn = 1 - self._turn
-        self._now = self._step(2 * step)
+        self._now = self._step(number)
+        return self._now
 
     async def sum(self, bucket: Bucket, tag: Tag) -> None:
         await super().sum(bucket, (tag[0], 2 * int(tag[1]), *tag[2:]))
@@ -373,8 +379,7 @@ class GroupSums(ElasticSums):
         if self._error is not None:
             raise self._error
         assert self._now is None or self._now.done.is_set(), "the sums of a step come before its mixture"
-        self._turn = 1 - self._turn
-        now = self._now = self._step(2 * step + 1)
+        now = self._begin_result(2 * step + 1)
         now.mixture = mixture
         if not self._can_be_complete(now):  # nor is it for others: they need what this worker has not sent
             self._go_on(now, now.members, now.group)
@@ -404,6 +409,11 @@ class GroupSums(ElasticSums):
             await super()._compute(now, group, bucket, work)
         else:
             await now.mixture.take(group, bucket, work)
+
+    async def _complete(self, now: _Step) -> None:
+        if now.mixture is not None:
+            now.mixture.counts()  # before the members can agree on anything else
+        await super()._complete(now)
 
     def _apply(self, now: _Step, bucket: Bucket, result: Payload) -> None:
         if now.mixture is None:

@@ -52,11 +52,11 @@ def leaves_work(topology: Topology) -> bool:
 
 
 def takes_turns(topology: Topology) -> bool:
-    """Whether groups of one worker that have models of their own train what a lost one has left. Samples of the ring are lost with
-    the worker that has them; and a gradient that two have exchanged is part of no model yet."""
+    """Whether groups that have models of their own train what a lost one has left. Samples of the ring are lost with the group that
+    has them; and a gradient that two have exchanged is part of no model yet."""
     kind, own_model = topology.exchange.kind, topology.exchange.gossip.exchange == "weights"
     models = kind == "averaging" or (kind == "gossip" and own_model)
-    return topology.elastic and models and topology.compute.group_size == 1 and topology.data.shuffle != "ring"
+    return topology.elastic and models and topology.data.shuffle != "ring"
 
 
 def make_exchange(context: RoleContext, members: Members, *, whole_updates: bool = False, script: bool = False) -> Exchange:

@@ -71,6 +71,10 @@ class Members(Protocol):
         """As `slot`, but as if training went on for ever. May be called in any thread."""
         ...
 
+    def unit(self, peer: PeerId, step: int) -> Life:
+        """What takes a turn at ``step``, if ``peer`` trains it and these are taken by turns: the process, or its group."""
+        ...
+
     def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
         """Begin `slots`, if they have not begun: with what is left at ``since`` in a run that is resumed there, if that is not what
         follows from the step alone."""
@@ -230,6 +234,9 @@ class FixedMembers:
 
     def turn(self, step: int) -> Slot | None:
         return None
+
+    def unit(self, peer: PeerId, step: int) -> Life:
+        return peer, 0
 
     def begin_slots(self, since: int = 0, first: int | None = None, left: Sequence[int] = ()) -> SlotPlan:
         raise AssertionError("fixed members take the batches that follow from the step")

@@ -3,10 +3,9 @@
 A sample *counts* if its gradient is part of the model. Where all workers stay, what they have trained counts. If workers may be
 lost, what they report says too little: a report may be lost with its sender, or be about a step that was given up. Then it is
 counted where it is decided. Model servers say how many batches count for all of the model. With all-reduce the sums of a step are
-over the usual number of samples, unless workers say otherwise. With gossip and averaging groups of one worker train what lost ones
-have left, and say at the end how many batches count. Otherwise (groups of several workers, gossip of gradients, scripts) what a
-group trains counts as long as somebody of it is there; of a group that is lost it counts up to the last exchange in which others
-have got it.
+over the usual number of samples, unless workers say otherwise. With gossip and averaging groups train what lost ones have left, and
+say at the end how many batches count. Otherwise (gossip of gradients, scripts) what a group trains counts as long as somebody of it
+is there; of a group that is lost it counts up to the last exchange in which others have got it.
 
 If a run begins again from a checkpoint, what that holds counts once, and what was trained after it does not.
 """

@@ -1,12 +1,14 @@
 """What one process makes of the models of groups that train apart and average or mix them, with plain torch: for comparison with a
 run in which groups that divide their models are lost and come.
 
-It follows the ledger of what workers state: which groups an average was over, what a group was mixed with, and with whose state one
-began. Nothing of exchanges, replicas and divided models has a part in it.
+It follows the ledger of what workers state: which batch a group took, which groups an average was over, what a group was mixed
+with, and with whose state one began. Nothing of exchanges, replicas and divided models has a part in it.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 
 from zmqtrain.data.batch import Batch, batch_of
 from zmqtrain.data.loader import Reader
+from zmqtrain.data.partition import Partition
 from zmqtrain.net.endpoint import PeerId
 from zmqtrain.parallel.turns import generator_state, generators_kept
 from zmqtrain.simulate.one_process import difference
@@ -29,6 +32,9 @@ from zmqtrain.topology.schema import Topology
 from zmqtrain.train.batches import partition_of
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.task import Task, build_model, build_optimizer, task_of_job
+
+#: A batch in a model: its number, and who has trained it at which step.
+Trained = tuple[int, int, int]
 
 
 def comparable(topology: Topology) -> bool:
@@ -53,6 +59,9 @@ class GroupsAlone:
         self._holds: dict[PeerId, list[list[tuple[str, Tensor]]]] = {}  # of a worker's buckets, the elements of whole parameters
         self._mixed: dict[int, dict[tuple[PeerId, int], tuple[tuple[int, int], tuple[PeerId, ...]]]] = {}
         """Gossip: step -> worker and bucket -> which part of it is the mean with that of others, and these."""
+        self._turns: dict[tuple[int, PeerId], int] = {}  # groups that take turns: step, worker -> its group's batch
+        self._ended: dict[int, bool] = {}  # the groups that have trained to the end -> whether that came early
+        self._due = 0  # the batches that are trained in all, if that is known
         self._wrong: list[str] = []
 
     def hear(self, peer: PeerId, what: str, values: Mapping[str, object]) -> None:
@@ -69,6 +78,7 @@ class GroupsAlone:
             source = self._group(facts["source"])
             if self._joined.setdefault(facts["step"], {}).setdefault(group, source) != source:
                 self._wrong.append(f"{peer} begins step {facts['step']} like group {source}, others of its group like another one")
+            self._turns = {key: slot for key, slot in self._turns.items() if key[1] != peer or key[0] < facts["step"]}
             for step, mixed in self._mixed.items():  # the worker before it is lost, and was ahead
                 if step >= facts["step"]:
                     self._mixed[step] = {key: what for key, what in mixed.items() if key[0] != peer}
@@ -76,6 +86,10 @@ class GroupsAlone:
             self._holds[peer] = facts["elements"]()
         elif what == "mixed":
             self._mixed.setdefault(facts["step"], {})[peer, facts["bucket"]] = tuple(facts["span"]), tuple(facts["sources"])
+        elif what == "takes":
+            self._turns[facts["step"], peer] = facts["slot"]
+        elif what == "all trained":
+            self._ended[group] = facts["early"]
         elif what == "run model":
             self._models[facts["step"]] = tuple(facts["members"])
         elif what == "samples":
@@ -89,7 +103,44 @@ class GroupsAlone:
             return self._wrong[0]
         with generators_kept():
             groups = self._trained(steps)
-        return None if groups is None else difference(state, self._run_model(groups, self._models[steps]))
+        if groups is None or self._wrong:
+            return next(iter(self._wrong), None)
+        found = difference(state, self._run_model(groups, self._models[steps]))
+        return self._wrong_batches(groups, self._models[steps]) if found is None else found
+
+    def _wrong_batches(self, groups: Sequence[_Alone], members: Sequence[PeerId]) -> str | None:
+        """Each batch counts once, if groups take turns; one that is lost when all have trained takes along what nobody else has."""
+        there = dict.fromkeys(map(self._group, members))
+        if not self._turns:
+            return None
+        taken_along = {slot for (_, peer), slot in self._turns.items() if self._group(peer) in self._ended.keys() - there.keys()}
+        # Parameters may be averaged at different steps: what is in all of them counts.
+        each = (frozenset[Trained]().union(*(groups[n].contains[name] for n in there)) for name in groups[0].contains)
+        times = Counter(slot for slot, _, _ in frozenset.intersection(*each))
+        if twice := sorted(slot for slot, count in times.items() if count > 1):
+            return f"batch {twice[0]} counts {times[twice[0]]} times, one of {len(twice)}"
+        if missing := sorted({*range(self._due)} - {*times} - taken_along):
+            return f"{len(missing)} of {self._due} batches count nowhere, the first of which is {missing[0]}"
+        return None
+
+    def _batch_of(self, partition: Partition, step: int, group: int) -> Any:
+        """The samples that a group trains at a step."""
+        if self._topology.data.shuffle == "ring":  # a group that is not there trains nothing
+            columns = self._samples.get((step, group), {})
+            return np.array([each for _, ids in sorted(columns.items()) for each in ids], np.int64)
+        at, of, batch = step, group, self._topology.compute.batch_size
+        if self._turns:
+            if (slot := self._slot(step, group)) is None:
+                return np.zeros(0, np.int64)
+            at, of = divmod(slot, self._topology.compute.groups)
+        return partition.run(at, of * batch, (of + 1) * batch)
+
+    def _slot(self, step: int, group: int) -> int | None:
+        """The batch that a group takes at a step, if it takes one."""
+        takes = {self._turns.get((step, peer)) for peer in self._placement.group_members(group)} - {None}
+        if len(takes) > 1:
+            self._wrong.append(f"at step {step} the workers of group {group} take different batches: {sorted(map(str, takes))}")
+        return next(iter(takes), None)
 
     def _group(self, peer: PeerId) -> int:
         return self._placement.role(peer).group
@@ -101,7 +152,9 @@ class GroupsAlone:
             task = task_of_job(job, self._data_path, here=Path.cwd())
         source = task.training()
         reader = Reader(source.dataset, source.collate, source.transform)
-        partition, batch = partition_of(source, topology.compute.groups, topology), topology.compute.batch_size
+        partition = partition_of(source, topology.compute.groups, topology)
+        whole = job.steps is None and job.until is None and not any(self._ended.values())
+        self._due = partition.end(job.epochs or 1) * topology.compute.groups if whole else 0
         groups = [_Alone.of(task, topology) for _ in range(topology.compute.groups)]
         drawn = generator_state()
         for step in range(steps + 1):
@@ -112,16 +165,13 @@ class GroupsAlone:
             if step == steps:
                 break
             for number, group in enumerate(groups):
-                columns = self._samples.get((step, number))
-                if topology.data.shuffle == "ring":  # a group that is not there trains nothing
-                    indices = np.array([each for _, ids in sorted((columns or {}).items()) for each in ids], np.int64)
-                else:
-                    indices = partition.run(step, number * batch, (number + 1) * batch)
+                indices = self._batch_of(partition, step, number)
                 if len(indices):
                     content = reader.prepared(indices, partial(reader.collated, indices), None)
                     group.train(task, batch_of(content, len(indices), task.forward), topology.optimizer.clip_norm)
-                if group.schedule is not None:
-                    group.schedule.step()
+                if (slot := self._slot(step, number)) is not None:
+                    group.has(frozenset({(slot, number, step)}))
+                group.next_rate()
             self._average(step, groups)
             self._mix(step, groups)
         return groups if torch.equal(generator_state(), drawn) else None
@@ -134,14 +184,20 @@ class GroupsAlone:
                 for name in names:
                     travelling = [group.travels(name, averaging.method) for group in there]
                     mean = sum(travelling[1:], travelling[0]) / len(there)
+                    had = frozenset[Trained]().union(*(group.contains[name] for group in there))
                     for group, own in zip(there, travelling, strict=True):
-                        group.flights[step, name] = own, mean * (len(there) / len(groups) if averaging.method == "elastic" else 1.0)
+                        scale = len(there) / len(groups) if averaging.method == "elastic" else 1.0
+                        group.flights[step, name] = own, mean * scale, had
         for group in groups:
             for begun, name in [key for key in group.flights if key[0] + averaging.overlap_steps == step]:
                 group.lands(name, *group.flights.pop((begun, name)), self._topology, len(groups))
 
     def _mix(self, step: int, groups: Sequence[_Alone]) -> None:
         before = [{name: each.clone() for name, each in group.parameters.items()} for group in groups]
+        had = [frozenset[Trained]().union(*group.contains.values()) for group in groups]
+        for number, group in enumerate(groups):
+            for source in self._wholly_mixed(step, number):
+                group.has(had[source])
         for (peer, bucket), (span, sources) in self._mixed.get(step, {}).items():
             own, start = self._group(peer), 0
             for name, numbers in self._holds[peer][bucket]:
@@ -149,6 +205,13 @@ class GroupsAlone:
                 start += len(numbers)
                 all_of_them = [before[group][name].view(-1)[here] for group in (own, *map(self._group, sources))]
                 groups[own].parameters[name].view(-1)[here] = sum(all_of_them[1:], all_of_them[0]) / len(all_of_them)
+
+    def _wholly_mixed(self, step: int, group: int) -> set[int]:
+        """The groups of whose models all parts have come to this one at a step."""
+        mixed, members = self._mixed.get(step, {}), self._placement.group_members(group)
+        keys = [(peer, bucket) for peer in members for bucket in range(len(self._holds.get(peer, ())))]
+        sources = [set(map(self._group, mixed[key][1])) if key in mixed else set[int]() for key in keys]
+        return set.intersection(*sources) if sources else set()
 
     def _run_model(self, groups: Sequence[_Alone], members: Sequence[PeerId]) -> Mapping[str, Tensor]:
         there = [groups[number] for number in dict.fromkeys(map(self._group, members))]
@@ -171,8 +234,10 @@ class _Alone:
     center: dict[str, Tensor]
     """Or, of an outer optimizer, the last common model."""
     momentum: dict[str, Tensor]
-    flights: dict[tuple[int, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Step and parameter -> what the group has sent to be averaged, and the mean."""
+    contains: dict[str, frozenset[Trained]]
+    """Parameter -> what it has been trained on."""
+    flights: dict[tuple[int, str], tuple[Tensor, Tensor, frozenset[Trained]]] = field(default_factory=dict)
+    """Step and parameter -> what the group has sent to be averaged, the mean, and what that contains."""
 
     @classmethod
     def of(cls, task: Task, topology: Topology) -> _Alone:
@@ -180,7 +245,8 @@ class _Alone:
         model = build_model(task)
         optimizer, schedule = build_optimizer(task, model, topology)
         first = {name: each.detach().clone() for name, each in model.named_parameters()}
-        return cls(model, optimizer, schedule, first, {name: torch.zeros_like(each) for name, each in first.items()})
+        momentum = {name: torch.zeros_like(each) for name, each in first.items()}
+        return cls(model, optimizer, schedule, first, momentum, dict.fromkeys(first, frozenset()))
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -190,6 +256,11 @@ class _Alone:
         self.model.load_state_dict(other.model.state_dict())
         self.optimizer.load_state_dict(deepcopy(other.optimizer.state_dict()))
         self.center, self.momentum, self.flights = deepcopy((other.center, other.momentum, other.flights))
+        self.contains = dict(other.contains)
+
+    def has(self, more: frozenset[Trained]) -> None:
+        """All parameters contain this, too."""
+        self.contains = {name: each | more for name, each in self.contains.items()}
 
     def train(self, task: Task, batch: Batch, clip_norm: float) -> None:
         self.optimizer.zero_grad()
@@ -198,12 +269,20 @@ class _Alone:
             nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
         self.optimizer.step()
 
+    def next_rate(self) -> None:
+        """The schedule of the learning rate goes by steps, whether the group trains in them or not."""
+        if self.schedule is not None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                self.schedule.step()
+
     def travels(self, name: str, method: str) -> Tensor:
         own = self.parameters[name]
         return own.clone() if method == "average" else own - self.center[name] if method == "elastic" else self.center[name] - own
 
-    def lands(self, name: str, own: Tensor, mean: Tensor, topology: Topology, groups: int) -> None:
+    def lands(self, name: str, own: Tensor, mean: Tensor, had: frozenset[Trained], topology: Topology, groups: int) -> None:
         averaging, parameter = topology.exchange.averaging, self.parameters[name]
+        self.contains[name] |= had
         if averaging.method == "elastic":
             alpha = 0.9 / groups if averaging.alpha is None else averaging.alpha
             parameter -= alpha * own

@@ -85,6 +85,8 @@ class Ledger:
     def joined(self, peer: PeerId, step: int, source: PeerId) -> None:
         """The worker begins with ``step``, and with the state of ``source``."""
         self._joined[peer, step] = source
+        # The process before it may have been ahead.
+        self._turns = {key: slot for key, slot in self._turns.items() if key[0] != peer or key[1] < step}
         group, size = self._placement.role(peer).group, self._topology.compute.group_size
         if size > 1 and self._placement.role(source).group != group:  # the one that it had is lost, and was ahead
             for of_group in (self._summed, self._combined):
@@ -197,6 +199,7 @@ class Ledger:
         if not at_once:
             return
         run = _Averaged(self._topology, self._placement)
+        yield from self._wrong_turns_of_groups()
         for step in self._steps_of_groups(run):
             if step in self._counted:
                 run.combine(list(dict.fromkeys(map(self._first_of, self._counted[step]))))
@@ -218,6 +221,7 @@ class Ledger:
 
         for step, mixed in sorted(self._mixed.items()):
             newest |= {process(peer, step): step for peer in mixed}
+        yield from self._wrong_turns_of_groups()
         run, last = _Averaged(self._topology, self._placement), max(self._mixed, default=0)
         for step in self._steps_of_groups(run):
             mixtures: dict[PeerId, dict[int, tuple[PeerId, ...]]] = {}
@@ -239,7 +243,7 @@ class Ledger:
     def _steps_of_groups(self, run: _Averaged) -> Iterator[int]:
         """Train all steps of groups of several workers, in order; each group's batch once and as a whole."""
         placement, of = self._placement, self._first_of
-        last = max((step for step, _ in self._summed), default=-1)
+        last = max((*(step for step, _ in self._summed), *self._mixed, *self._counted), default=-1)
         batch = self._topology.compute.batch_size
         for step in range(last + 2):  # some may come when all is trained
             coming = {
@@ -250,13 +254,30 @@ class Ledger:
                     run.begin_like(first, coming.pop(first))
             for group in range(placement.groups):
                 if (step, group) in self._summed:
-                    start = (step * placement.groups + group) * batch
-                    run.train_on(placement.group_members(group)[0], [(start, start + batch)])
+                    first, turns = placement.group_members(group)[0], self._turns_of(step, group)
+                    number = next(iter(turns.values()), step * placement.groups + group)
+                    run.train_on(first, [(number * batch, number * batch + batch)])
+                    if turns:
+                        run.contains(first, number, step)
             yield step
+
+    def _turns_of(self, step: int, group: int) -> dict[PeerId, int]:
+        """The batch of a group that takes turns, as those of it say who have trained the step."""
+        return {peer: self._turns[peer, step] for peer in self._summed[step, group] if (peer, step) in self._turns}
+
+    def _wrong_turns_of_groups(self) -> Iterator[str]:
+        for step, group in sorted(self._summed):
+            turns = self._turns_of(step, group)
+            if len(set(turns.values())) > 1:
+                said = ", ".join(f"{number} for {peer}" for peer, number in sorted(turns.items()))
+                yield f"at step {step} the batch of group {group} is {said}"
 
     def _wrong_models_of_groups(self, run: _Averaged) -> Iterator[str]:
         for peer, (values, members) in self._models.items():
-            yield from self._wrong_model(run, peer, values, list(dict.fromkeys(map(self._first_of, members))))
+            firsts = list(dict.fromkeys(map(self._first_of, members)))
+            yield from self._wrong_model(run, peer, values, firsts)
+            if self._turns:
+                yield from self._wrong_batches(run, firsts)
 
     def _wrong_mixtures(self) -> Iterator[str]:
         run = _Averaged(self._topology, self._placement, self._turns)
@@ -292,7 +313,8 @@ class Ledger:
         if twice := sorted(slot for slot, count in times.items() if count > 1):
             yield f"batch {twice[0]} counts {times[twice[0]]} times, one of {len(twice)}"
         due = 0 if self._total is None else self._total // self._topology.compute.batch_size
-        taken_along = {slot for (peer, _), slot in self._turns.items() if peer in self._lost_at_the_end}
+        gone = {*map(self._first_of, self._lost_at_the_end)} - {*members}
+        taken_along = {slot for (peer, _), slot in self._turns.items() if self._first_of(peer) in gone}
         if missing := sorted({*range(due)} - {*times} - taken_along):
             yield f"{len(missing)} of {due} batches count nowhere, the first of which is {missing[0]}"
 
@@ -336,7 +358,7 @@ class _Averaged:
                 continue
             self._models[peer] = self._models[peer] - self.gradients(peer, step)
             if self._turns:
-                self._batches[peer] |= {(self._turns[peer, step], peer, step)}
+                self.contains(peer, self._turns[peer, step], step)
 
     def trained(self, members: Sequence[PeerId]) -> frozenset[tuple[int, PeerId, int]]:
         """The batches that are in the models of these, and by whom they were trained, and when."""
@@ -344,6 +366,10 @@ class _Averaged:
 
     def train_on(self, peer: PeerId, spans: Sequence[Span]) -> None:
         self._models[peer] = self._models[peer] - self.gradients_of(spans)
+
+    def contains(self, peer: PeerId, slot: int, step: int) -> None:
+        """The model has been trained on this batch."""
+        self._batches[peer] |= {(slot, peer, step)}
 
     def zeros(self) -> Numbers:
         """Initial parameters: zeros."""

@@ -573,7 +573,7 @@ class TrainLoop:
         alike = job.until is None or exchange.synchronous or exchange.averaged
         step = self._ended_at = await self._part.ended(alike=alike) if until is None else until
         if self._turns is not None:  # who is lost from here on takes along what nobody else has
-            self._recorder.audit("all trained", step=step)
+            self._recorder.audit("all trained", step=step, early=early)
         if early:
             kept = step > first and await self.save_all(step) is not None
         else:

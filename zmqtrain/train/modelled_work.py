@@ -125,7 +125,7 @@ class ModelledWork:
     def _spans(self, step: int) -> Sequence[Span]:
         """This worker's samples of its team's batch, by their positions in the run."""
         number = step * self._context.placement.groups + self._context.role.group
-        if self._members.teams:
+        if self._members.slots is not None:
             slot = self._members.turn(step)
             assert slot is not None, f"this worker does not train step {step}"
             number = slot.number

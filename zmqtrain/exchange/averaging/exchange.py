@@ -398,7 +398,7 @@ class AveragingExchange(Serverless):
         names = [name for bucket in self._replica_started().buckets if bucket.index in flights for name in bucket.names]
         self._recorder.audit("counted", step=step, members=list(group.members), names=names)
         if self._contents is not None:
-            lives = [(peer, self._members.incarnation(peer, step) or 0) for peer in group.members]
+            lives = {self._members.unit(peer, step) for peer in group.members}
             self._contents.averaged(flights, step, lives, copied)
         if left_out := [peer for peer in self._members.at(step) if peer not in group.members]:
             self._recorder.event("left_out", step=step, workers=list(left_out))
@@ -411,9 +411,10 @@ class AveragingExchange(Serverless):
         before = plan.at(max(plan.eras[0].since, step - self._fragments.every))
         if before is plan.at(step):
             return
-        known = set(before.members)
-        new = [peer for peer in group.members if (peer, self._members.incarnation(peer, step) or 0) not in known]
-        tag, others = (f"{group.name}/copied", step), [peer for peer in group.members if peer != self._endpoint.peer]
+        known, column = set(before.members), self._with_same_parts(group).members
+        firsts = dict(reversed([(self._members.unit(peer, step), peer) for peer in column]))  # one of each group
+        new = [peer for life, peer in firsts.items() if life not in known]
+        tag, others = (f"{group.name}/copied", step), [peer for peer in column if peer != self._endpoint.peer]
         told = ValuePayload(rows_of(contents.copied))
 
         async def tell(peer: PeerId) -> None:

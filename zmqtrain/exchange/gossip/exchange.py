@@ -143,6 +143,7 @@ class GossipExchange(Serverless):
                 timeout_s=settings.timeout_s,
                 recorder=self._recorder,
                 fail=self._abort,
+                contents=self._contents,
             )
 
     @classmethod
@@ -266,10 +267,17 @@ class GossipExchange(Serverless):
         assert self._members.takes_turns, "a group without a batch is in step only if groups take turns"
         await self.settle()
         self._begin_exchange(step)
-        buckets = self._replica_started().buckets
-        self._under_way.begin(step, len(buckets))
-        for bucket in buckets:
-            self._under_way.add(bucket)
+        replica = self._replica_started()
+        buckets = replica.buckets
+        if self._teams is not None:
+            self._repeats = False
+            await self._mix_in_team(self._teams)
+            for bucket in buckets:
+                replica.parameters_ready(bucket)
+        else:
+            self._under_way.begin(step, len(buckets))
+            for bucket in buckets:
+                self._under_way.add(bucket)
         await self.settle()
         await self.may_begin(step + 1)
 
@@ -327,20 +335,24 @@ class GossipExchange(Serverless):
     async def _exchange_in_team(self, teams: TeamGossip) -> None:
         """Exchange all buckets after backward, unless the step has been given up."""
         assert self._own is not None
-        replica, partners = self._replica_started(), self._partners
+        replica = self._replica_started()
         await self._sum.wait()
         self._repeats = self._own.given_up
         weights = self._settings.exchange == "weights"
         if weights and not self._repeats:
             await replica.update(hold=True)
-        if partners is not None and not self._repeats:
-            buckets = list(reversed(replica.buckets))
-            await teams.exchange(self._step, buckets, partners.to, partners.sources, self._distance)
+        if not self._repeats:
+            await self._mix_in_team(teams)
         if weights or self._repeats:
             for bucket in replica.buckets:
                 replica.parameters_ready(bucket)
         else:
             await replica.update()
+
+    async def _mix_in_team(self, teams: TeamGossip) -> None:
+        if (partners := self._partners) is not None:
+            buckets = list(reversed(self._replica_started().buckets))
+            await teams.exchange(self._step, buckets, partners.to, partners.sources, self._distance)
 
     def _begin(self, bucket: Bucket, step: int) -> Coroutine[Any, Any, None]:
         return self._exchange(bucket, step, self._partners, self._distance, self._traded)
@@ -437,7 +449,7 @@ class GossipExchange(Serverless):
             async with in_time(source, f"bucket {index} of step {step}", self._settings.timeout_s):
                 payload = await self._endpoint.receive(source, mixed_tag(step, place, process))
                 if self._contents is not None:  # it is averaged in any case
-                    self._contents.came((source, process), step, payload.meta, of=len(self._traded))
+                    self._contents.came(self._members.unit(source, step), step, payload.meta, of=len(self._traded))
                 received.append(payload)
                 came.append(source)
 

@@ -26,6 +26,7 @@ from zmqtrain.events import Recorder
 from zmqtrain.exchange.arithmetic import Arithmetic
 from zmqtrain.exchange.base import Bucket
 from zmqtrain.exchange.elastic_sums import GroupSums, Mixture
+from zmqtrain.exchange.gossip.contents import MixedContents
 from zmqtrain.exchange.gossip.distance import Distance
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.shared_copies import Like
@@ -33,6 +34,7 @@ from zmqtrain.exchange.team_parts import gather_parts
 from zmqtrain.net.endpoint import Endpoint, PeerId, Sent, Tag
 from zmqtrain.waiting import abandoned, in_time
 from zmqtrain.wire.payload import Payload
+from zmqtrain.wire.value import ValuePayload
 
 T = TypeVar("T")
 #: A bucket, and the position in a group whose part of it is meant.
@@ -50,6 +52,8 @@ class _Round:
     """The workers of the group that gets this group's model."""
     sources: tuple[tuple[PeerId, ...], ...]
     """The workers of each group whose model this group gets."""
+    telling: int | None
+    """The bucket with whose parts groups tell each other what their models contain."""
 
 
 class TeamGossip:
@@ -68,15 +72,17 @@ class TeamGossip:
         timeout_s: float,
         recorder: Recorder,
         fail: Callable[[BaseException], None],
+        contents: MixedContents | None = None,
     ) -> None:
         """``groups``: the workers of all groups. ``weights``: parameters are exchanged, not gradients. ``fail`` gets an error of
-        what nobody waits for."""
+        what nobody waits for. ``contents``: what is known of the own model, if groups tell each other."""
         self._endpoint, self._members, self._sums = endpoint, members, sums
         self._groups = {group[0]: tuple(group) for group in groups}
         self.name = next(name for name, group in self._groups.items() if endpoint.peer in group)
         self._size = len(self._groups[self.name])
         self._weights, self._like, self._arithmetic = weights, like, arithmetic
         self._timeout_s, self._recorder, self._fail = timeout_s, recorder, fail
+        self._contents = contents
         self._outgoing: dict[Place, Payload] = {}  # the copies that are sent
         self._giving: dict[Place, asyncio.Task[None]] = {}
         self._lent: dict[Place, Sent] = {}
@@ -92,23 +98,28 @@ class TeamGossip:
         """Give this group's model (or gradients) to one group, and take the mean with those of others. On return all of the group
         have the same, and its own copy may be changed. ``distance`` is that from the first of the sources."""
         sent_to, comes_from = self._team(to, step), tuple(self._team(source, step) for source in sources)
-        of = _Round(step, self._team(self.name, step), sent_to, comes_from)
+        largest = max(buckets, key=lambda bucket: self._payload(bucket).numel)
+        # All of a group must know the same of its model, so each gets a part of the largest bucket, if only an empty one.
+        telling = None if self._contents is None else largest.index
+        of = _Round(step, self._team(self.name, step), sent_to, comes_from, telling)
         for bucket in buckets:
             if self._weights:
                 self._recorder.audit("combines", step=step, bucket=bucket.index, own=bucket.parameters)
             for place, start, stop in self._own_parts(of, bucket):
                 await self._give(of, place, self._payload(bucket).part(start, stop))
         coming = {key: self._take_in(of, *key) for bucket in buckets for key in self._keys(of, bucket)}
-        largest = max(self._payload(bucket).numel for bucket in buckets)
+        few = self._payload(largest).numel < self._size
 
         async def take(group: Group, bucket: Bucket, work: Payload) -> None:
             for place, start, stop in self._own_parts(of, bucket):
                 part = work.part(start, stop)
                 for number in range(len(of.sources)):
                     came = await self._came(of, place, number, coming[place, number])
+                    if start == stop:
+                        continue
                     await self._arithmetic.do(partial(part.add_ if number else part.copy_, came), part)
             tag, own = ("gossip", step, bucket.index), self._payload(bucket)
-            if largest < self._size and bucket is buckets[0]:  # some of the group have no part of anything, but must be there
+            if few and bucket is largest:  # some of the group have no part of anything, but must be there
                 word = work.empty_like().part(0, 1)
                 word.copy_(own.part(0, 1))
                 await all_reduce(group, word, (*tag, "all"))
@@ -121,8 +132,17 @@ class TeamGossip:
             own.add_(sum_of_others)
             own.scale_(1.0 / (1 + len(of.sources)))
 
+        def counts_here() -> None:
+            if self._contents is None:
+                return
+            for number, source in enumerate(sources):  # none of the group has the mixture before each has its parts of this bucket
+                heard = next(task for (place, of_source), task in coming.items() if place[0] == telling and of_source == number)
+                came = heard.result()
+                assert came is not None
+                self._contents.came(self._members.unit(source, step), step, came.meta, of=1)
+
         needed = tuple(dict.fromkeys((*of.team, *(peer for source in of.sources for peer in source))))
-        counts = bool(sources) and await self._sums.mix(step, buckets, Mixture(needed, take, mean))
+        counts = bool(sources) and await self._sums.mix(step, buckets, Mixture(needed, take, mean, counts_here))
         for bucket in buckets:
             self._recorder.audit("mixed", step=step, bucket=bucket.index, sources=list(sources) if counts else [])
         if sources and not counts:
@@ -146,9 +166,9 @@ class TeamGossip:
 
     def _own_parts(self, of: _Round, bucket: Bucket) -> list[tuple[Place, int, int]]:
         """What this worker sends and receives of a bucket: for which positions, and the bounds of these parts."""
-        me = self._endpoint.peer
+        me, tells = self._endpoint.peer, bucket.index == of.telling
         parts = enumerate(bounds(self._payload(bucket).numel, self._size))
-        return [((bucket.index, n), *span) for n, span in parts if owner_of(n, of.team) == me and span[0] < span[1]]
+        return [((bucket.index, n), *span) for n, span in parts if owner_of(n, of.team) == me and (tells or span[0] < span[1])]
 
     def _keys(self, of: _Round, bucket: Bucket) -> list[tuple[Place, int]]:
         return [(place, number) for place, _, _ in self._own_parts(of, bucket) for number in range(len(of.sources))]
@@ -163,10 +183,14 @@ class TeamGossip:
         to = owner_of(place[1], of.to)
         if not self._members.there(to, of.step):
             return
-        if place not in self._outgoing:
-            self._outgoing[place] = self._like(part)
-        outgoing = self._outgoing[place]
-        await self._arithmetic.do(partial(outgoing.copy_, part), outgoing)
+        outgoing: Payload = ValuePayload()
+        if part.numel:
+            if place not in self._outgoing:
+                self._outgoing[place] = self._like(part)
+            outgoing = self._outgoing[place]
+            await self._arithmetic.do(partial(outgoing.copy_, part), outgoing)
+        if self._contents is not None and place[0] == of.telling:
+            outgoing = outgoing.with_meta(self._contents.told(of.step))
 
         async def send() -> None:
             index, span = place[0], self._recorder.span

@@ -19,6 +19,13 @@ from zmqtrain.train.batches.reading import reader_of
 from zmqtrain.train.course import Course
 
 
+def since_slot(was: Partition, step: int, first: int) -> Since:
+    """Where another partition begins with ``step``, if all before the slot ``first`` of the one that ``was`` have been trained."""
+    at, group = divmod(first, was.groups)
+    epoch, offset = was.place(at)
+    return Since(step, epoch, offset + group * was.batch_size, was.trained(at) + group * was.batch_size)
+
+
 class SlottedBatches(Counted):
     """Implements `Batches` with `Partition` and `zmqtrain.data.slots`: each worker has a whole group's batch, or its share of
     one if it has a team, and which one depends on who was lost."""
@@ -37,6 +44,9 @@ class SlottedBatches(Counted):
     ) -> None:
         super().__init__(partition, Promise.of_dataset(source, partition, survives=True))
         self._members = members
+        compute = context.topology.compute
+        column = compute.column_of(context.role.position), compute.columns  # which has the same samples on all of its workers
+        self._share = members.share if members.splits else lambda step: column
         self._next = 0
         self._begins_anew = False  # with other batches than those in which a checkpoint counts
         self._loader = Loader(
@@ -50,7 +60,7 @@ class SlottedBatches(Counted):
         )
 
     def _drawn_for(self, step: int) -> tuple[int, ...]:
-        index, count = self._members.share(step)
+        index, count = self._share(step)
         return self._place(step) if count == 1 else (*self._place(step), index)
 
     def _place(self, step: int) -> tuple[int, int]:
@@ -62,7 +72,7 @@ class SlottedBatches(Counted):
 
     def _indices(self, step: int) -> Indices:
         group, of = self._place(step)
-        index, count = self._members.share(step)
+        index, count = self._share(step)
         start, stop = even_bounds(self._partition.batch_size, count, index)
         before = group * self._partition.batch_size
         return self._partition.run(of, before + start, before + stop)
@@ -74,9 +84,11 @@ class SlottedBatches(Counted):
         return self._partition.place(self._place(step)[1])[0]
 
     async def batch(self, step: int, *, ahead: bool) -> Batch:
-        plan = self._members.slots
+        members, plan = self._members, self._members.slots
         assert plan is not None
-        return await self._loader.batch(step, ahead=ahead, era=plan.at(step))
+        # Groups that take turns divide a batch anew as soon as they know of a change, and train others from a later step on.
+        era: object = members.changed if members.splits and members.takes_turns else plan.at(step)
+        return await self._loader.batch(step, ahead=ahead, era=era)
 
     def used(self, step: int) -> None:
         self._next = step + 1
@@ -95,9 +107,7 @@ class SlottedBatches(Counted):
         match state:
             case {"first": int(first), "left": []}:  # the others have trained all that lost ones had left
                 self._begins_anew = True
-                at, group = divmod(first, was.groups)
-                epoch, offset = was.place(at)
-                return Since(step, epoch, offset + group * was.batch_size, was.trained(at) + group * was.batch_size)
+                return since_slot(was, step, first)
         return super()._going_on(was, course, step, state)
 
     def load_state_dict(self, state: object) -> None:
