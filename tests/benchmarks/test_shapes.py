@@ -58,8 +58,8 @@ def test_nothing_breaks(name: str, seed: int) -> None:
     assert try_seed(seed, topology, "random", horizon_s).broken == ()
 
 
-def test_there_are_twenty_two_and_each_says_how_it_is_tried() -> None:
+def test_there_are_twenty_six_and_each_says_how_it_is_tried() -> None:
     files = list(SHAPES.glob("*.toml"))
-    assert len(files) == 22
+    assert len(files) == 26
     for file in files:
         assert f"# zmqtrain simulate benchmarks/shapes/{file.name} --faults random" in file.read_text()
