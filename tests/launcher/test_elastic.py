@@ -136,17 +136,40 @@ def test_a_worker_of_a_pair_is_killed_where_each_pair_has_its_own_model(tmp_path
         assert run.json("summary.json")["eval"]["eval_loss"] < 1e-3
 
 
+def test_a_pair_is_killed_and_the_others_train_what_it_has_left(tmp_path: Path) -> None:
+    """Each sample of the epoch counts once. More of it in simulated time: tests/simulate/test_turns_of_groups.py."""
+    (tmp_path / "task.py").write_text(waiting(4, successor=False))
+    topology = TOPOLOGY.format(kind="gossip", restarts=0, steps=STEPS).replace("groups = 3", "groups = 2\ngroup_size = 2")
+    (tmp_path / "trial.toml").write_text(topology.replace(f"steps = {STEPS}", "epochs = 1"))
+    with Launched(tmp_path, "trial.toml") as run:
+        roles = run.wait_for(r"(worker/\d) \| ready (\d+)", 4)
+        run.wait_for(r"^step ")
+        for match in roles:
+            if match[1] in ("worker/2", "worker/3"):
+                kill(tmp_path, int(match[2]))
+        assert run.end() == 0, run
+        events = [json.loads(line) for line in (run.run / "events.jsonl").read_text().splitlines()]
+        assert {event["values"]["peer"] for event in events if event["kind"] == "lost"} == {"worker/2", "worker/3"}
+        for rank in (0, 1):
+            steps = [event["step"] for event in events if event["kind"] == "step" and event["rank"] == rank]
+            assert steps == list(range(len(steps)))
+            assert len(steps) > 512 // 16, "more than there would have been"
+        assert run.json("summary.json")["account"] == {"due": 512, "counted": 512, "repeated": 0, "lost": 0, "why": None}
+
+
 @pytest.mark.parametrize(
     ("kind", "more"), [("averaging", 'every = 4\naveraging = { method = "outer" }\n'), ("gossip", "")], ids=["averaging", "gossip"]
 )
 def test_a_group_on_a_grid_is_lost_and_comes_back_as_a_whole(kind: str, more: str, tmp_path: Path) -> None:
-    """Each row with the state of that row. More of it in simulated time: tests/simulate/test_elastic_whole_groups.py."""
+    """Each row with the state of that row; and each sample counts once. More of it in simulated time:
+    tests/simulate/test_elastic_whole_groups.py."""
     (tmp_path / "task.py").write_text(
         waiting(6)
         .replace("torch.nn.Linear(8, 1)", "torch.nn.Linear(8, 2)")
         .replace("inputs.sum(1, keepdim=True)", "torch.stack([inputs.sum(1), inputs[:, 0]], 1)")
     )
     topology = TOPOLOGY.format(kind=kind, restarts=1, steps=STEPS)
+    topology = topology.replace(f"steps = {STEPS}", "epochs = 3")
     topology = topology.replace("groups = 3", 'groups = 2\ngroup_size = 2\ngrid = "2x1"')
     topology = topology.replace("[observe]", f"{more}[parallel]\nverify = false\n[observe]")
     (tmp_path / "trial.toml").write_text(topology)
@@ -160,10 +183,12 @@ def test_a_group_on_a_grid_is_lost_and_comes_back_as_a_whole(kind: str, more: st
         members = {event["rank"]: event["values"]["members"] for event in events if event["kind"] == "view"}
         assert all(members[rank] == [f"worker/{rank}" for rank in range(4)] for rank in range(4))
         steps = [event for event in events if event["kind"] == "step"]
+        last = max(event["step"] for event in steps)
         for rank in (0, 1):
-            assert [event["step"] for event in steps if event["rank"] == rank] == list(range(STEPS))
+            assert [event["step"] for event in steps if event["rank"] == rank][:last] == list(range(last))
         for rank in (2, 3):
-            assert max(event["step"] for event in steps if event["rank"] == rank) == STEPS - 1
+            assert max(event["step"] for event in steps if event["rank"] == rank) >= last - 1
+        assert run.json("summary.json")["account"] == {"due": 1536, "counted": 1536, "repeated": 0, "lost": 0, "why": None}
         assert run.json("summary.json")["eval"]["eval_loss"] < 1e-2
         assert any("worker/3" in line and "killed by SIGKILL" in line for line in run.lines), "the end says who was lost"
 
