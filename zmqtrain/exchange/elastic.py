@@ -96,6 +96,7 @@ class ElasticMembers:
         whole: Sequence[Sequence[PeerId]] = (),
         repeats: bool = False,
         takes_turns: bool = False,
+        prepares: bool = False,
     ) -> None:
         """
         Args:
@@ -110,6 +111,7 @@ class ElasticMembers:
                 of a group, or none.
             repeats: a group that has lost a worker trains the step once more that it had under way.
             takes_turns: groups with models of their own train what a lost one has left.
+            prepares: the exchange calls `before_change` when it starts. Who is lost before that is no exception.
         """
         self.repeats, self.takes_turns = repeats, takes_turns
         self._contents: Contents | None = None
@@ -150,7 +152,7 @@ class ElasticMembers:
         self._error: BaseException | None = None
         self._broken = asyncio.Event()  # set with the error
         self._changes: list[Change] = []
-        self._prepare: Prepare | None = None
+        self._prepare: asyncio.Future[Prepare] | None = asyncio.get_running_loop().create_future() if prepares else None
         self._enter: Callable[[], Awaitable[bool]] | None = None
         self._viewed = asyncio.Event()
         self._groups = Groups(endpoint, timeouts.barrier_s)
@@ -372,7 +374,8 @@ class ElasticMembers:
         self._changes.append(change)
 
     def before_change(self, prepare: Prepare) -> None:
-        self._prepare = prepare
+        assert self._prepare is not None, "changes are prepared by the exchange"
+        self._prepare.set_result(prepare)
 
     def before_steps(self, enter: Callable[[], Awaitable[bool]]) -> None:
         self._enter = enter
@@ -511,7 +514,8 @@ class ElasticMembers:
                 continue
             step = newest + 1
             if self._prepare is not None:
-                step = await self._prepare(step, living, view.version)
+                prepare = await asyncio.shield(self._prepare)
+                step = await prepare(step, living, view.version)
             self._plans.append((step, living))
             if self.assigns:
                 self._knows, self._sources = True, {**self._sources, **self._find_sources(living, there)}

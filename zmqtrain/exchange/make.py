@@ -41,6 +41,7 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
             whole=all_groups if whole else (),
             repeats=apart or (teams and exchange.policy == "sync"),
             takes_turns=not script and takes_turns(context.topology),
+            prepares=exchange.kind == "model_server",
         )
     return FixedMembers(context.endpoint, workers, timeout_s=context.timeouts.barrier_s)
 
