@@ -485,12 +485,12 @@ def test_one_that_never_comes_is_not_missed_at_the_end() -> None:
 # Groups that are lost and come back as a whole.
 
 
-def whole_groups(groups: int = 2, size: int = 2, hosts: int = 1) -> Table:
+def whole_groups(groups: int = 2, size: int = 2, hosts: int = 1, *, lasting: bool = False) -> Table:
     expected = [Member(f"agent/h{number}", "", f"h{number}", "agent", -1) for number in range(hosts)]
     expected += [
         Member(f"worker/{rank}", "", f"h{rank % hosts}", "worker", rank, rank // size, rank % size) for rank in range(groups * size)
     ]
-    table = Table(expected, elastic=True, whole_groups=True)
+    table = Table(expected, elastic=True, whole_groups=True, lasting=lasting)
     table.join_all()
     table.told.clear()
     return table
@@ -575,6 +575,37 @@ def test_those_that_wait_for_others_of_their_group_do_not_keep_a_run_going() -> 
     table.join("worker/2", 2)
     assert table.roster.state is State.RUNNING
     table.exited("worker/0", -9)
+    assert table.roster.state is State.FAILED
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_without_workers_a_run_waits_for_a_whole_group_if_servers_have_what_was_trained(returns: bool) -> None:
+    table = whole_groups(lasting=True)
+    for group in (0, 2):
+        first, second = f"worker/{group}", f"worker/{group + 1}"
+        table.exited(second, -9, again=returns and group == 2)
+        table.exited(first, 128, {"message": f"lost {second}", "exit_code": 128}, again=True)
+    if not returns:  # at once: of each group one is gone for good
+        assert table.outcome is not None
+        assert table.outcome.status == "failed"
+        return
+    table.join("worker/0", 2)
+    table.join("worker/2", 2)
+    assert table.roster.state is State.RUNNING
+    table.advance(TIMEOUTS.join_s / 2)
+    table.join("worker/3", 2)
+    table.ask("ready", "worker/3")
+    table.ask("ready", "worker/2")
+    table.advance(TIMEOUTS.join_s)
+    assert table.roster.state is State.RUNNING, "it trains again"
+
+
+def test_those_that_wait_for_others_are_not_waited_for_longer_than_joining_may_take() -> None:
+    table = whole_groups(groups=1, lasting=True)
+    table.exited("worker/1", -9, again=True)
+    table.exited("worker/0", 128, {"message": "lost worker/1", "exit_code": 128}, again=True)
+    table.join("worker/0", 2)
+    table.advance(TIMEOUTS.join_s + 1)
     assert table.roster.state is State.FAILED
 
 

@@ -70,6 +70,29 @@ async def test_who_has_finished_before_a_change_was_known_has_finished() -> None
     assert lives.ended
 
 
+async def test_a_group_rests_once_all_of_its_team_say_so() -> None:
+    """Another row of it may still have to push its pieces of the last step."""
+
+    rested: list[int] = []
+
+    class Resting(Groups):
+        async def rest(self, group: int) -> None:
+            rested.append(group)
+
+    groups, pairs = Resting(), [["worker/0", "worker/1"], ["worker/2", "worker/3"]]
+    teams = [Team(name, life, ((name, 0), (mate, 0))) for life, (name, mate) in enumerate(pairs)]
+    lives = Lives(groups, pairs, [0, [team.to_value() for team in teams], 0, []])
+    await lives.rest("worker/2", 0)
+    await lives.rest("worker/2", 0)  # asked once more
+    assert rested == []
+    await lives.change(Change(4, (teams[1],), {}, next(VERSIONS)))
+    await lives.rest("worker/3", 0)  # said before it knew
+    await lives.rest("worker/3", 4)
+    assert rested == []
+    await lives.rest("worker/2", 4)
+    assert rested == [1]
+
+
 async def test_another_process_of_one_that_has_finished_has_not() -> None:
     lives = Lives(Groups(), [[worker] for worker in WORKERS[:2]], [0, [["worker/0", 10], ["worker/1", 11]], 0, []])
     lives.finish("worker/0", 10)

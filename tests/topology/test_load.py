@@ -296,10 +296,34 @@ def test_staleness(value: str, policy: str, bound: int | None) -> None:
             'or several groups and kind = "averaging" or "gossip"',
         ),
         (
-            f"{ROWS}kind = 'model_server'\n",
+            f"{ROWS}kind = 'model_server'\n[[parallel.layers]]\nlayer = '0'\nchoice = 'model'\ngrid = '2x1'\n",
             "job.elastic",
             2,
-            'or several groups and kind = "averaging" or "gossip"',
+            "of several rows, an elastic run cannot have layers on grids of their own",
+        ),
+        (
+            f"{ROWS}kind = 'model_server'\ncompression = 'sign'\n",
+            "job.elastic",
+            2,
+            "with model servers, an elastic run cannot have compression",
+        ),
+        (
+            f"{ROWS}kind = 'model_server'\n[data]\nshuffle = 'ring'\n",
+            "job.elastic",
+            2,
+            "with model servers, an elastic run cannot have shuffle",
+        ),
+        (
+            f"{ROWS}kind = 'model_server'\nstaleness = 'sync'\n[optimizer]\nclip_norm = 1.0\n",
+            "job.elastic",
+            2,
+            "with model servers, an elastic run cannot have clip_norm in synchronous",
+        ),
+        (
+            f"{ROWS}kind = 'model_server'\nsnapshot = true\n",
+            "job.elastic",
+            2,
+            "with model servers, an elastic run cannot have snapshot",
         ),
         (
             f"{ROWS}kind = 'averaging'\naveraging = {{ method = 'outer', deltas = 'int8' }}\n",

@@ -105,10 +105,10 @@ class ElasticMembers:
             usual: those are for so many workers, and others take as many more or fewer. ``None``: they stay.
             every: their gradients are summed in the last of so many steps.
             spares: how many of the workers, the last ones, may come later.
-            groups: those that form teams, if groups of several workers train batches of their own (`zmqtrain.data.teams`).
+            groups: those that form teams, if groups of several workers train batches of their own, with parameters of model servers
+                (`zmqtrain.data.teams`).
             apart: all groups, if these have several workers and models of their own: a group's steps count on all of it or on none.
-            whole: all groups, if these have models of their own, and no worker of one can train without the others: views show all
-                of a group, or none.
+            whole: all groups, if no worker of one can train without the others: views show all of a group, or none.
             repeats: a group that has lost a worker trains the step once more that it had under way.
             takes_turns: groups with models of their own train what a lost one has left.
             prepares: the exchange calls `before_change` when it starts. Who is lost before that is no exception.
@@ -117,10 +117,10 @@ class ElasticMembers:
         self._contents: Contents | None = None
         self._handed_over = -1  # the version of the view with which the `slots` were that another worker has handed over
         self._missed: list[Turns] = []  # of which this worker has no `slots` yet
-        self.assigns = bool(apart or whole)
+        self.assigns = bool(apart or (whole and not groups))
         self._takers = Takers(apart or whole) if takes_turns and (apart or whole) else None  # if groups of several take turns
         self._whole = [tuple(group) for group in whole]
-        self.splits = bool(groups or apart)
+        self.splits = bool(apart or groups) and not whole
         self._apart = [tuple(group) for group in apart]
         self._own = next((group for group in self._apart if endpoint.peer in group), ())
         self._sources: dict[Life, Life] = {}

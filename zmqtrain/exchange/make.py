@@ -23,8 +23,9 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
         exchange, placement = context.topology.exchange, context.placement
         groups = placement.groups
         keeps = context.topology.job.on_resize == "keep"
-        whole, several = context.topology.whole_groups, placement.group_size > 1 and not context.topology.whole_groups
-        teams, apart = several and exchange.kind == "model_server", several and exchange.kind in ("averaging", "gossip")
+        whole, several = context.topology.whole_groups, placement.group_size > 1
+        served, own_models = exchange.kind == "model_server", exchange.kind in ("averaging", "gossip")
+        teams, apart = several and served, several and own_models and not whole
         all_groups = [placement.group_members(group) for group in range(groups)]
         return ElasticMembers(
             context.endpoint,
@@ -39,9 +40,9 @@ def make_members(context: RoleContext, *, script: bool = False) -> Members:
             groups=all_groups if teams else (),
             apart=all_groups if apart else (),
             whole=all_groups if whole else (),
-            repeats=apart or (teams and exchange.policy == "sync"),
+            repeats=apart or (teams and exchange.policy == "sync" and not whole),
             takes_turns=not script and takes_turns(context.topology),
-            prepares=exchange.kind == "model_server",
+            prepares=served,
         )
     return FixedMembers(context.endpoint, workers, timeout_s=context.timeouts.barrier_s)
 

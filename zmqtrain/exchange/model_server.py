@@ -10,6 +10,7 @@ Each worker of a group exchanges only its part of a bucket, so the servers' traf
 With members that survive losses, `zmqtrain.exchange.server_changes` tells servers who takes part from which step on; a worker that
 comes late then gets the parameters for its first step from them, and what is beside these from another worker
 (`zmqtrain.exchange.beside`). So do all workers of a group of several that has lost one, or got one (`zmqtrain.exchange.own_team`).
+A group that divides its model comes and goes as a whole; each of its workers has to do with the pieces of its own row.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class ModelServerExchange:
         if late and self._members is not None:
             # Before the others wait for this worker in their steps: then they would not come to answer.
             assert self._beside is not None
-            await self._beside.take(self._members.at(0))
+            await self._beside.take([peer for peer in self._members.at(0) if self._alike(peer)])
             first_step = await self._members.join()
             if self._own_team is None:
                 await self._read_entered()
@@ -192,9 +193,15 @@ class ModelServerExchange:
             send_initial(self._endpoint, settings.servers, replica.buckets, self._first, checkpoint),
             *starting,
         )
+        self._state_begin()
         for bucket in replica.buckets:
             replica.parameters_ready(bucket)
         return None
+
+    def _state_begin(self) -> None:
+        """Tell the auditor with what this worker begins."""
+        pieces = {each.index: (bucket, each.start, each.stop) for bucket, of in self._pieces.items() for each in of}
+        self._recorder.audit("begins with", life=self._life, versions=dict(self._pushes.versions), pieces=pieces)
 
     async def _configure(self, configuration: Configuration) -> None:
         if configuration.elastic is not None:  # first, since workers send it activations once they have parameters
@@ -217,6 +224,11 @@ class ModelServerExchange:
         if groups:
             self._own_team = OwnTeam(members, changed=self._change_teams, read=self._read_entered)
         return members.late
+
+    def _alike(self, peer: PeerId) -> bool:
+        """Whether a worker has the same part of the model."""
+        settings = self._settings
+        return not settings.whole_groups or any(group[settings.position] == peer for group in settings.groups)
 
     @property
     def _team(self) -> Team | None:
@@ -247,6 +259,7 @@ class ModelServerExchange:
 
     async def _read_entered(self) -> None:
         await self._reads().entered()
+        self._state_begin()
         for bucket in self._replica_started().buckets:
             self._replica_started().parameters_ready(bucket)
 
@@ -343,14 +356,18 @@ class ModelServerExchange:
         """Read the parameters of one moment. For its next step a group reads buckets at different moments, while others push, so it
         reads once more here. That is not needed in synchronous training; with snapshots only for what is kept a moment later."""
         settings = self._settings
-        alone = self._members is not None  # then the caller is the one that reads
-        if not (alone or settings.group == 0) or not (last or (self.moves and (kept is not None or not settings.snapshot))):
+        # In the end each reads by itself, so that nobody waits for one who may begin again without another group that is lost then.
+        together = settings.whole_groups and not last
+        alone = self._members is not None and not together  # then the caller is the one that reads
+        if self._members is None and settings.group != 0:
+            return
+        if not (last or (self.moves and (kept is not None or not settings.snapshot))):
             return
         versions = dict(self._pushes.versions)
         if kept is not None:
-            await self._reads().shown(kept_label(kept), asked=self._kept_by)
+            await self._reads(alone=alone).shown(kept_label(kept), asked=self._kept_by)
         else:
-            await self._reads().shown(label, asks=alone or settings.position == 0)
+            await self._reads(alone=alone).shown(label, asks=alone or settings.position == 0, together=together)
         if self._team is not None:  # it goes on with what all of its team have
             self._pushes.versions = versions
         for bucket in self._replica_started().buckets:
@@ -425,9 +442,11 @@ class ModelServerExchange:
     def hand_to_servers(self, pieces: PiecesOfCheckpoint, step: int) -> None:
         self._resumed = pieces, step
 
-    def _reads(self) -> ServerReads:
-        """Reads of all of this worker's pieces at once; of all pieces, if no other worker of its group must be lost meanwhile."""
-        settings, alone = self._settings, self._members is not None
+    def _reads(self, *, alone: bool | None = None) -> ServerReads:
+        """Reads of all of this worker's pieces at once. ``alone``: of all pieces of its part of the model, since others of its
+        group may be lost meanwhile; by default if any may."""
+        settings = self._settings
+        alone = self._members is not None if alone is None else alone
         pieces = self._pieces if alone else self._pushes.mine
         return ServerReads(
             self._endpoint,
@@ -463,7 +482,9 @@ class ModelServerExchange:
     def _begin(self, bucket: Bucket, step: int) -> Coroutine[Any, Any, None]:
         # The step's values are passed along: the next step may begin before this exchange pushes its gradients.
         exchange = self._pushes.go(bucket, step, self._changed[bucket.parameter_group], self._clip, self._turn)
-        return exchange if self._team is None else self._unless_lost(exchange, self._team.peers)
+        if self._team is None or self._settings.whole_groups:  # whole groups do not go on without one
+            return exchange
+        return self._unless_lost(exchange, self._team.peers)
 
     async def _unless_lost(self, exchange: Coroutine[Any, Any, None], team: tuple[PeerId, ...]) -> None:
         try:

@@ -11,9 +11,9 @@ push                  worker to server         ``("push", piece, step)``        
 parameters            server to worker         ``("parameters", piece, step)``                values for ``step``, `ReadMeta`
 refused (request)     server to worker         ``refused``                                    why a push was refused
 left (request)        worker to servers        ``left``                                       this worker trains no more
-show (request)        worker 0 to servers      ``show``                                       a label, for group 0 to read
+show (request)        worker 0 to servers      ``show``                                       a label, for its group to read
 checkpoint (request)  worker 0 to servers      ``checkpoint``                                 the step of the checkpoint
-shown                 server to group 0        ``("shown", piece, label)``                    values, `ReadMeta`
+shown                 server to that group     ``("shown", piece, label)``                    values, `ReadMeta`
 finished (request)    worker to servers        ``finished``                                   this worker needs no server
 order                 server 0 to servers      ``("order",)``                                 snapshots: what comes next
 norm                  server to servers        ``("norm", number)``                           clipping: sum of squares
@@ -125,11 +125,18 @@ class Configuration:
     elastic: Value = None
     """If workers may be lost: which processes the run begins with, and with which data
     (`zmqtrain.exchange.server_changes.base_value`)."""
+    whole_groups: bool = False
+    """If workers may be lost: no worker of a group can train without the others. They come and go together."""
 
     @property
     def keeps_places(self) -> bool:
         """Whether others wait for a group that has lost a worker, until its others have trained its step again."""
-        return self.elastic is not None and self.policy == "sync" and max(map(len, self.groups)) > 1
+        return self.elastic is not None and self.policy == "sync" and max(map(len, self.groups)) > 1 and not self.whole_groups
+
+    def positions(self, piece: Piece) -> Sequence[int]:
+        """The positions in each group of the workers that have a piece's part of the model."""
+        positions = self.buckets[piece.bucket].positions
+        return range(len(self.groups[0])) if positions is None else positions
 
     def pieces(self) -> tuple[Piece, ...]:
         """The model divided into pieces."""

@@ -70,10 +70,12 @@ class ServerReads:
 
         await self._all("entered", read)
 
-    async def shown(self, label: str, *, asks: bool = False, asked: Mapping[int, PeerId] | None = None) -> None:
-        """Those of one moment. ``asks``: this worker asks servers to show them; otherwise another one does, or has ``asked``
-        these to keep them for a checkpoint."""
-        keepers = dict(asked or {})
+    async def shown(
+        self, label: str, *, asks: bool = False, asked: Mapping[int, PeerId] | None = None, together: bool = False
+    ) -> None:
+        """Those of one moment. ``asks``: this worker asks servers to show them, if workers may be lost only to it, unless its group
+        reads them ``together``; otherwise another one asks, or has ``asked`` these to keep them for a checkpoint."""
+        keepers, arguments = dict(asked or {}), (label, True) if together else (label,)
 
         async def take(shard: int, server: PeerId) -> None:
             received = await self._receive(shard, server, lambda piece: shown_tag(piece, label), f"the parameters ({label})")
@@ -89,7 +91,7 @@ class ServerReads:
                     if error.peer != keeper:
                         raise
             if asks or (asked and keeper != server):
-                await self._heads.request_of(server, shard, "show", label, timeout=self._request_s)
+                await self._heads.request_of(server, shard, "show", *arguments, timeout=self._request_s)
             return await take(shard, server)
 
         await self._all(label, read)

@@ -38,6 +38,8 @@ class ModelServerSettings:
     clip_norm: float = 0.0
     judges: bool = False
     """Whether gradients may not be finite, in which case all workers that wait for each other skip the update."""
+    whole_groups: bool = False
+    """Whether workers may be lost, and no worker of a group can train without the others."""
     overlap: bool = True
     """Exchange buckets during backward and the next forward, instead of between them."""
     request_s: float = 60.0
@@ -79,6 +81,7 @@ class ModelServerSettings:
             compression_rank=exchange.compression_rank,
             clip_norm=topology.optimizer.clip_norm,
             judges=topology.compute.precision == "float16" and not topology.fc_servers and not topology.divided,
+            whole_groups=topology.whole_groups,
             overlap=topology.compute.overlap,
             request_s=timeouts.request_s,
             barrier_s=timeouts.barrier_s,

@@ -64,6 +64,7 @@ def configuration_of(
         horizon=compensation.horizon,
         phantom=isinstance(buckets[0].parameters, PhantomPayload),
         elastic=slots,
+        whole_groups=settings.whole_groups,
         rises=tuple(map(compensation.rise, given.groups)),
         ceilings=tuple(map(compensation.ceiling, given.groups)),
         limits=compensation.limits(given),

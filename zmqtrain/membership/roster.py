@@ -283,7 +283,8 @@ class Roster:
         entry.exited = False
         if entry.member.kind == "worker":
             self._late.add(peer)
-            self._run.a_worker_is_here()
+            if not self._whole_groups:  # otherwise it waits for the others of its group
+                self._run.a_worker_is_here()
         if entry.member.kind == "agent":
             self._heard.note(entry.member.host, now)
         self._version += 1
@@ -325,6 +326,7 @@ class Roster:
         if any(other.member.peer not in self._ready for other in late):
             return repeated  # the last one of its group tells all
         self._version += 1
+        self._run.a_worker_is_here()
         answered = {peer: ticket}
         for other in late:
             self._changes += other.member.kind == "worker"
@@ -798,9 +800,13 @@ class Roster:
         return [] if self._run.may_still_come(now) and self._comes_back() else self._fail(failure, now)
 
     def _comes_back(self) -> bool:
-        """Whether a worker may come back, and find what was trained."""
+        """Whether a worker may come back, and all without whom it cannot train, and find what was trained."""
         kept = not any(server.presence is Presence.LEFT for server in self._members.of_kind("server"))
-        return self._lasting and kept and self._members.some_return()
+        if not (self._lasting and kept and self._whole_groups):
+            return self._lasting and kept and self._members.some_return()
+        workers = self._members.of_kind("worker")
+        without = {each.member.group for each in workers if not (each.here or self._members.may_return(each))}
+        return any(each.member.group not in without for each in workers)
 
     def _tell_view(self, reason: str, *, but: PeerId | None = None) -> list[Action]:
         """Send all members the current view, which replaces all earlier ones."""

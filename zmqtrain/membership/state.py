@@ -195,9 +195,10 @@ class MemberTable:
 
     def some_return(self) -> bool:
         """Whether a worker that is lost may come back: its agent is starting it again, or has not said yet whether it will."""
-        return any(self._may_return(entry) for entry in self.of_kind("worker"))
+        return any(map(self.may_return, self.of_kind("worker")))
 
-    def _may_return(self, entry: Entry) -> bool:
+    def may_return(self, entry: Entry) -> bool:
+        """Whether a role that is lost may come back."""
         agent = self.agents.get(entry.member.host)
         there = agent is not None and agent.here
         return there and entry.presence is Presence.LOST and (entry.returns or not entry.exited)

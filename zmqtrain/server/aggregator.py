@@ -83,7 +83,8 @@ class Keep:
     step: int
     show: bool
     to: PeerId | None = None
-    """The worker that reads it; ``None``: those of group 0, each its own part."""
+    """The worker that reads it; ``None``: those of ``group``, each its own part."""
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +218,13 @@ class Aggregator:
         """After `load`: a push that had arrived, and is not applied yet. ``groups``: all of which there is one of this piece."""
         self._unit_of[push.piece].put_back(push, groups)
 
-    def keep(self, step: int, *, show: bool, to: PeerId | None = None) -> list[Batch]:
+    def keep(self, keep: Keep) -> list[Batch]:
         """A checkpoint is to be kept. If another server orders events, that server's order counts and this does nothing."""
         if self._order == "follow":
             return []
         if self._order == "decide":
-            self.decided.append(OrderedEvent("show" if show else "keep", step))
-        return [_keeping(step, show=show, to=to)]
+            self.decided.append(OrderedEvent("show" if keep.show else "keep", keep.step))
+        return [_keeping(keep)]
 
     def ordered(self, event: OrderedEvent) -> list[Batch]:
         """With order "follow": server 0 has decided what comes next. (A server without pieces has nothing to order.)"""
@@ -239,7 +240,7 @@ class Aggregator:
         while self._to_come:
             event = self._to_come[0]
             if event.kind in ("keep", "show"):
-                batches.append(_keeping(event.number, show=event.kind == "show"))
+                batches.append(_keeping(Keep(event.number, event.kind == "show")))
             elif event.kind == "left":
                 batches.append(unit.leave(event.number))
             elif unit.is_complete(event.number):
@@ -350,5 +351,5 @@ def _useful(batches: Iterable[Batch]) -> list[Batch]:
     return [batch for batch in batches if batch.updates or batch.answer or batch.keep or batch.entered]
 
 
-def _keeping(step: int, *, show: bool, to: PeerId | None = None) -> Batch:
-    return Batch((), (), (), f"checkpoint {step}", Keep(step, show, to))
+def _keeping(keep: Keep) -> Batch:
+    return Batch((), (), (), f"checkpoint {keep.step}", keep)

@@ -71,6 +71,7 @@ class Lives:
         self._first = int(since)
         self._changes: list[Change] = []
         self._dropped: dict[PeerId, dict[int, int]] = {}  # teams that are no more, by name and life: the step at which each began
+        self._rest: dict[PeerId, set[PeerId]] = {}  # of teams of several, those that have said so, since the last change
         self._tell()
 
     @property
@@ -141,6 +142,7 @@ class Lives:
         if not change.follow.keys() <= self._held.keys():
             raise ProtocolError(f"a change of the members goes on with {', '.join(change.follow)}, whose place was not kept")
         self._changes.append(change)
+        self._rest.clear()
         for team in list(self._held.values()):
             if team not in change.teams and team.name not in change.follow:
                 await self._end(team)
@@ -158,9 +160,18 @@ class Lives:
             await self._end_or_hold(team)
 
     async def rest(self, peer: PeerId, since: int) -> None:
-        """The worker has trained all that there was for it when those began who train ``since`` then."""
-        if since == self.since:  # otherwise it has more to train by now
-            await self._serving.rest(self.group_of(peer))
+        """The worker has trained all that there was for it when those began who train ``since`` then. Its group rests once all of
+        its team say so: a worker of another row may still have to push its pieces of the last step."""
+        if since != self.since:  # it has more to train by now
+            return
+        group = self.group_of(peer)
+        team = next((team for team in self._teams.values() if peer in team.peers), None)
+        if team is not None and len(team.peers) > 1:
+            said = self._rest.setdefault(team.name, set())
+            said.add(peer)
+            if said != set(team.peers):
+                return
+        await self._serving.rest(group)
 
     def finish(self, peer: PeerId, life: int | None) -> None:
         """The process needs this server no more."""

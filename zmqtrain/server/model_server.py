@@ -23,6 +23,7 @@ from zmqtrain.exchange.server_changes import CHANGE, HISTORY, MEMBERS
 from zmqtrain.exchange.server_messages import Configuration
 from zmqtrain.membership.view import View
 from zmqtrain.net.endpoint import Endpoint, PeerId, Subscription
+from zmqtrain.server.aggregator import Keep
 from zmqtrain.server.background import ServerTasks
 from zmqtrain.server.fill import fill, make_entries
 from zmqtrain.server.lives import Lives, Seen, told_change, told_teams
@@ -177,18 +178,23 @@ class ModelServer:
     async def _on_checkpoint(self, caller: PeerId, step: int, show: bool = False, ordered: bool = False) -> Value:
         if caller not in self._settings.workers or self._serving is None or self._checkpoints is None:
             raise ProtocolError(f"{self._endpoint.peer} has no state to keep for {caller} at this point")
-        await self._serving.keep(step, show=show, ordered=ordered, to=self._reader(caller))
+        lives = self._lives
+        if lives is not None and not self._configured.result().whole_groups:
+            keep = Keep(step, show, caller)
+        else:
+            keep = Keep(step, show, None, 0 if lives is None else lives.group_of(caller))
+        await self._serving.keep(keep, ordered=ordered)
         return None
 
-    async def _on_show(self, caller: PeerId, label: str) -> Value:
+    async def _on_show(self, caller: PeerId, label: str, together: bool = False) -> Value:
+        """``together``: to all of the caller's group, each its own part."""
         if caller not in self._settings.workers or self._serving is None:
             raise ProtocolError(f"{self._endpoint.peer} has no parameters to show to {caller} at this point")
-        await self._serving.show(label, self._reader(caller))
+        if self._lives is None:
+            await self._serving.show(label, None, 0)
+        else:
+            await self._serving.show(label, None if together else caller, self._lives.group_of(caller))
         return None
-
-    def _reader(self, caller: PeerId) -> PeerId | None:
-        """The worker that reads what ``caller`` has asked for; ``None``: those of group 0, each its own part."""
-        return None if self._lives is None else caller
 
     # If workers may be lost.
 

@@ -188,6 +188,7 @@ class Serving:
             for entry in shard.entries.values():
                 entry.keep_before()
         self._group_of = {peer: group for group, members in enumerate(configuration.groups) for peer in members}
+        self._position_of = {peer: place for members in configuration.groups for place, peer in enumerate(members)}
         self._kept: set[int] = set()  # steps of checkpoints
         self._refusals = Refusals(tools.endpoint, "refused", tools.recorder, tools.background, timeout_s=tools.settings.request_s)
         policy = Policy(configuration.policy, configuration.bound)
@@ -216,7 +217,8 @@ class Serving:
         groups = len(self._configuration.groups)
         for peer in there if self._several else ():
             for piece in self._shard.entries:
-                self._send_values_to(peer, self._group_of[peer], piece, initial_tag(piece))
+                if self._has_part(peer, piece):
+                    self._send_values_to(peer, self._group_of[peer], piece, initial_tag(piece))
         for group in () if self._several else self.lives if self._elastic else range(groups):
             for piece in self._shard.entries:
                 self.send_values(group, piece, initial_tag(piece), everybody=self._elastic)
@@ -228,21 +230,21 @@ class Serving:
 
     # Arriving messages.
 
-    async def keep(self, step: int, *, show: bool, ordered: bool, to: PeerId | None = None) -> None:
-        """Keep the shard for the checkpoint at ``step``, and ``show`` it, too. ``ordered``: with snapshots, when it is this event's
-        turn, so that all servers keep the same version; otherwise at once, since the run ends."""
+    async def keep(self, keep: Keep, *, ordered: bool) -> None:
+        """Keep the shard for a checkpoint. ``ordered``: with snapshots, when it is this event's turn, so that all servers keep the
+        same version; otherwise at once, since the run ends."""
         if not self._shard.entries:  # the collector knows that this server has no part
             return
         async with self.lock:
             if ordered:
-                await self._carry_out(partial(self.aggregator.keep, step, show=show, to=to), 0)
+                await self._carry_out(partial(self.aggregator.keep, keep), 0)
             else:
-                self._keep(Keep(step, show, to))
+                self._keep(keep)
 
-    async def show(self, label: str, to: PeerId | None = None) -> None:
-        """Show the shard as it is now to the worker ``to``; ``None``: to those of group 0, each its own part."""
+    async def show(self, label: str, to: PeerId | None, group: int) -> None:
+        """Show the shard as it is now to the worker ``to``; ``None``: to those of ``group``, each its own part."""
         async with self.lock:
-            self._show(label, to)
+            self._show(label, to, group)
 
     # Under the lock.
 
@@ -451,11 +453,12 @@ class Serving:
         self.send_values(group, piece, entered_tag(piece, life), everybody=True, before=before)
 
     def send_values(self, group: int, piece: int, tag: Tag, *, everybody: bool = False, before: bool = False) -> None:
-        """Send the piece's current values to the one of the group that exchanges it, or to all who are there. ``before``: those
-        before the last update."""
+        """Send the piece's current values to the one of the group that exchanges it, or to all who are there and have that part of
+        the model. ``before``: those before the last update."""
         team = self.teams.get(group, self._configuration.groups[group])
         for peer in team if everybody else (self.peer_of(group, piece),):
-            self._send_values_to(peer, group, piece, tag, before=before)
+            if not everybody or self._has_part(peer, piece):
+                self._send_values_to(peer, group, piece, tag, before=before)
 
     def peer_of(self, group: int, piece: int) -> PeerId:
         """The worker of the group that exchanges the piece."""
@@ -506,7 +509,7 @@ class Serving:
     def _keep(self, keep: Keep) -> None:
         """Save the current state in the background. Later updates do not change it."""
         if keep.show:
-            self._show(kept_label(keep.step), keep.to)
+            self._show(kept_label(keep.step), keep.to, keep.group)
         if keep.step in self._kept:  # asked for once more, in place of a worker that was lost
             return
         if self._elastic:
@@ -515,12 +518,16 @@ class Serving:
             tensors, sidecar = keep_pieces(self._shard.entries, keep.step, self._shard.limit, self._shard.recovery)
             self._background.spawn(self._checkpoints.save(keep.step, tensors, sidecar))
 
-    def _show(self, label: str, to: PeerId | None) -> None:
+    def _show(self, label: str, to: PeerId | None, group: int) -> None:
         for piece in self._shard.entries:
             if to is None:
-                self.send_values(0, piece, shown_tag(piece, label))
-            else:
+                self.send_values(group, piece, shown_tag(piece, label))
+            elif self._has_part(to, piece):
                 self._send_values_to(to, self._group_of[to], piece, shown_tag(piece, label))
+
+    def _has_part(self, peer: PeerId, piece: int) -> bool:
+        """Whether the worker has that part of the model."""
+        return self._position_of[peer] in self._configuration.positions(self._shard.entries[piece].piece)
 
     async def _compute(self, work: Callable[[], T], nbytes: int) -> T:
         return await self._arithmetic.do_sized(work, 0 if self._configuration.phantom else nbytes)

@@ -89,9 +89,8 @@ class Auditor:
         self._last_s = 0.0
         self._first = 0
         exchange = topology.exchange
-        self._repeats = (
-            topology.elastic and exchange.kind == "model_server" and exchange.policy == "sync" and topology.compute.group_size > 1
-        )
+        in_step = exchange.kind == "model_server" and exchange.policy == "sync" and topology.compute.group_size > 1
+        self._repeats = topology.elastic and in_step and not topology.whole_groups
         """Whether groups of several workers train in step, and train a step again that they have given up."""
         self._lacking: str | None = None  # an update without the batch of a group
         self._slots = SlotAudit(topology, placement) if topology.elastic and topology.exchange.kind == "model_server" else None

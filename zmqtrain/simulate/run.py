@@ -48,6 +48,7 @@ from zmqtrain.train.device.profile import Profile
 if TYPE_CHECKING:
     from zmqtrain.membership.context import RoleContext
     from zmqtrain.simulate.groups_alone import GroupsAlone
+    from zmqtrain.simulate.servers_alone import ServersAlone
     from zmqtrain.topology.placement import Placement
     from zmqtrain.train.device.base import Device
     from zmqtrain.train.task import Task
@@ -73,7 +74,7 @@ class Options:
     """How many virtual seconds the run takes without faults. The auditor then demands that it ends soon after the last of them."""
     compare_model: bool = False
     """Train the task's model in one process, too, and compare the run's with it, if it is an elastic run on grids of several rows
-    whose arithmetic is the same (`comparable` of `zmqtrain.simulate.one_process` and `zmqtrain.simulate.groups_alone`)."""
+    whose arithmetic is the same (`comparable` of `zmqtrain.simulate.one_process`, `groups_alone` and `servers_alone`)."""
     launcher_deaths: Sequence[Death] | None = None
     """When launchers die, and how long they are away; beside those among the faults. With a list, even an empty one, each launcher
     keeps a journal, and processes live on without it for ``[job] alone``."""
@@ -375,13 +376,15 @@ class Simulation:
         self._auditor.note(f"unhandled: {context.get('message')}: {type(error).__name__}: {error}")
 
 
-def _groups_alone(topology: Topology, placement: Placement, options: Options) -> GroupsAlone | None:
+def _groups_alone(topology: Topology, placement: Placement, options: Options) -> GroupsAlone | ServersAlone | None:
     if not (topology.whole_groups and topology.trains and options.compare_model) or options.resume is not None:
         return None
-    from zmqtrain.simulate.groups_alone import GroupsAlone, comparable
+    from zmqtrain.simulate import groups_alone, servers_alone
 
-    path = options.data_path or topology.data.path
-    return GroupsAlone(topology, placement, options.task, path) if comparable(topology) else None
+    given = topology, placement, options.task, options.data_path or topology.data.path
+    if servers_alone.comparable(topology):
+        return servers_alone.ServersAlone(*given)
+    return groups_alone.GroupsAlone(*given) if groups_alone.comparable(topology) else None
 
 
 def _comparing(topology: Topology, options: Options) -> Compare | None:

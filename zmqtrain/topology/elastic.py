@@ -66,7 +66,7 @@ def _why_not_with_sums(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
 def _why_not_on_a_grid(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
     """Where the model is divided over several rows: the parts of a lost worker must be somewhere else, too."""
     exchange, compute, job = topology.exchange, topology.compute, topology.job
-    if exchange.kind in ("averaging", "gossip") and compute.groups > 1:
+    if exchange.kind == "model_server" or (exchange.kind in ("averaging", "gossip") and compute.groups > 1):
         return _why_not_whole_groups(topology)
     if exchange.kind == "allreduce" and compute.groups > 1:
         groups, rows, columns = compute.groups, compute.rows, compute.groups * compute.columns
@@ -80,7 +80,7 @@ def _why_not_on_a_grid(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
         return (
             f"the grid {compute.grid} divides the model among workers of which none can be missing; an elastic run needs a grid of "
             f'one row, such as 1x{compute.group_size}; or kind = "allreduce", one group and a grid of several columns, such as '
-            f'{compute.rows}x2; or several groups and kind = "averaging" or "gossip"',
+            f'{compute.rows}x2; or kind = "model_server"; or several groups and kind = "averaging" or "gossip"',
             (("compute", "grid"), ("exchange", "kind")),
         )
     obstacles: list[tuple[bool, str, Path]] = [
@@ -101,17 +101,20 @@ def _why_not_on_a_grid(topology: Topology) -> tuple[str, tuple[Path, ...]] | Non
 
 
 def _why_not_whole_groups(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:
-    """With averaging and gossip among groups that divide their models: a group goes, and comes, as a whole."""
-    compute = topology.compute
-    if (found := _obstacle_of_groups(topology)) is None and (topology.parallel.layers or topology.parallel.plan):
+    """With servers, averaging and gossip, where groups divide their models: a group goes, and comes, as a whole."""
+    compute, served = topology.compute, topology.exchange.kind == "model_server"
+    if served and (refused := _why_not_with_servers(topology)) is not None:
+        return refused
+    found = None if served else _obstacle_of_groups(topology)
+    if found is None and (topology.parallel.layers or topology.parallel.plan):
         found = "layers on grids of their own", ("parallel", "layers")
     if found is None and compute.device == "modelled" and not topology.trains:
         found = "modelled devices, which have no model", ("compute", "device")
     if found is None:
         return None
     what, path = found
-    among = f"{topology.exchange.kind} among groups on grids of several rows"
-    return f"with {among}, an elastic run cannot have {what}", (path, ("compute", "grid"))
+    among = f"{topology.exchange.kind} among" if not served else "model servers and"
+    return f"with {among} groups on grids of several rows, an elastic run cannot have {what}", (path, ("compute", "grid"))
 
 
 def _why_not_models_of_groups(topology: Topology) -> tuple[str, tuple[Path, ...]] | None:

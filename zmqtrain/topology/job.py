@@ -163,8 +163,8 @@ class Job(Section):
         "all-reduce, unless gradients are compressed; with all-reduce, and averaging or gossip among groups of several, gradients "
         "then travel in messages also within a host. A grid of one row needs local statistics of batch norm; one of several rows "
         "needs all-reduce, one group and several columns, and has no compression, every, parts, float16, sample ring, "
-        "and no layers on grids of their own; or averaging or gossip among groups, which are lost and come back as a whole, "
-        'without float16, deltas, parts, ring = "tensors" and layers on grids of their own.',
+        "and no layers on grids of their own; or model servers, or averaging or gossip among groups, which are lost and come back "
+        'as a whole, without float16, deltas, parts, ring = "tensors" and layers on grids of their own.',
     )
     on_resize: Literal["keep", "sqrt", "linear"] = Field(
         default="keep",

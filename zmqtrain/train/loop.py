@@ -271,8 +271,9 @@ class TrainLoop:
         """Write this worker's part of a checkpoint during training. It is complete when all workers have reached this step."""
         await self.exchange.settle()
         await self.work.quiet()
-        await self._have_servers_keep(step, save=True, last=False)
-        await self._send_model(step, await self._model_at(step, last=False), alone=False)
+        leads = await self._part.leads(step, "keep")
+        await self._have_servers_keep(step, leads=leads, save=True, last=False)
+        await self._send_model(step, await self._model_at(step, leads=leads, last=False), alone=False)
         await self._save(step)
 
     async def save_all(self, step: int, *, within_s: float | None = None) -> int | None:
@@ -286,10 +287,11 @@ class TrainLoop:
             async with asyncio.timeout(within_s):
                 if step not in self._kept:
                     last = self._ended_at is not None
-                    await self._have_servers_keep(step, save=True, last=last, in_turn=False)
+                    leads = await self._part.leads(step, "save")
+                    await self._have_servers_keep(step, leads=leads, save=True, last=last, in_turn=False)
                     await self._save(step)
                     async with asyncio.timeout(context.timeouts.request_s):  # other workers may have given up
-                        state = await self._model_at(step, last=last)
+                        state = await self._model_at(step, leads=leads, last=last)
                     await self._send_model(step, state, alone=False)
                 kept = await wait_committed(self._endpoint, step, timeout_s=context.timeouts.request_s)
         except (ZmqTrainError, TimeoutError) as error:
@@ -310,10 +312,9 @@ class TrainLoop:
 
     # What is kept of the run.
 
-    async def _have_servers_keep(self, step: int, *, save: bool, last: bool, in_turn: bool = True) -> None:
+    async def _have_servers_keep(self, step: int, *, leads: bool, save: bool, last: bool, in_turn: bool = True) -> None:
         """One worker asks the servers to keep their state."""
-        first = self._part.own.rank == 0
-        if self._part.leads(step) and first and self.work.keeps:
+        if leads and self._part.own.rank == 0 and self.work.keeps:
             if save:
                 await self.exchange.keep(step, last=last, in_turn=in_turn)
             await self.work.keep_merged(step, save=save)
@@ -327,7 +328,7 @@ class TrainLoop:
             self.work.callbacks.checkpoint(step)
             self._recorder.event("checkpoint", step=step, seconds=asyncio.get_running_loop().time() - start)
 
-    async def _model_at(self, step: int, *, last: bool) -> ModelState | None:
+    async def _model_at(self, step: int, *, leads: bool, last: bool) -> ModelState | None:
         """The run's model, on the worker that sends it; ``None`` elsewhere."""
 
         async def gather(group: Group) -> ModelState | None:
@@ -337,7 +338,7 @@ class TrainLoop:
         apart = self._part.served_elastically  # the servers have the model, and groups need not be in step
         if self.exchange.averaged or (self._members.survives and not apart):  # anyone may be the first who is left
             return await self._members.together(f"keep/{step}", step, gather)
-        return await gather(self._part.own) if self._part.leads(step) else None
+        return await gather(self._part.own) if leads else None
 
     async def _state(self, group: Group, step: int) -> ModelState | None:
         """The whole state of the replica, on the first member of ``group``; ``None`` elsewhere."""
@@ -475,7 +476,7 @@ class TrainLoop:
         group."""
         reached = False
         together = self.exchange.synchronous or self.exchange.averaged
-        leads = self._part.leads(done)
+        leads = not together and await self._part.leads(done, "evaluate")
         if self.work.evaluates and (together or leads):
             await self.exchange.settle()
             values = await (self._evaluate_together(done) if together else self._evaluate_servers(done))
@@ -578,7 +579,7 @@ class TrainLoop:
             kept = step > first and await self.save_all(step) is not None
         else:
             checkpoint = work.keeps and step > 0 and bool(job.checkpoint_every)
-            await self._have_servers_keep(step, save=checkpoint, last=True)
+            await self._have_servers_keep(step, leads=await self._part.leads(step, "last"), save=checkpoint, last=True)
             # Also of those who have come when there was nothing left to train.
             served = None if members.takes_turns else members.slots
             members_since = step if served is None else max(step, served.eras[-1].since + 1)

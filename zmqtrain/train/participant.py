@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from zmqtrain.collectives.group import Group
+from zmqtrain.collectives.operations import broadcast
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.allreduce import spread
 from zmqtrain.exchange.averaging.methods import copy_of
@@ -22,6 +23,7 @@ from zmqtrain.train.all_trained import AllTrained
 from zmqtrain.train.checkpoint.run_model import gathered, take_run_model
 from zmqtrain.versions import versions
 from zmqtrain.wire.payload import Value
+from zmqtrain.wire.tensor import TensorPayload
 
 
 class Participant:
@@ -44,7 +46,7 @@ class Participant:
             step: returns how many steps this worker has trained.
             quiet: waits until the parameters of all buckets have arrived and nothing is being computed.
             begin_alike: called at the beginning with all workers, to have what the exchange does not send from the first one; and
-                whether the run resumes a checkpoint.
+                whether the run resumes a checkpoint. Also with a group that divides its model, and has come later.
             state_mean: called at the end while the replica holds the model of groups that differ, for an auditor.
         """
         self._replica, self._step, self._quiet, self._state_mean = replica, step, quiet, state_mean
@@ -74,6 +76,8 @@ class Participant:
         joined = await self.exchange.start(self._replica, restored=restored is not None)
         if (alike := self._begin_alike) is not None and not self.members.late:
             await self.members.together("begin alike", 0, lambda group: alike(group, restored is not None))
+        elif alike is not None and self.served_elastically and self.own.size > 1:  # a group has come that divides its model
+            await alike(self.own, False)
         return restored or joined or 0
 
     def staleness(self) -> dict[str, EventValue]:
@@ -118,13 +122,22 @@ class Participant:
         await self.exchange.leave()  # until others take part, and after that again
         return await self._trained.of_living(self.members, lambda: plan.eras[-1] is not era or more())
 
-    def leads(self, step: int) -> bool:
+    async def leads(self, step: int, what: str) -> bool:
         """Whether this worker does what one worker, or one group, does for all (evaluations of servers' parameters, checkpoints):
-        the first group or, if workers may be lost, the first that has trained up to ``step`` and is still there."""
+        the first group or, if workers may be lost, the first that has trained up to ``step`` and is still there.
+
+        Workers that can train only together hear of losses one after another, so the first of them decides. All of them call it,
+        and once for each ``what``, at a step."""
         if not self.served_elastically:
             return self._role.group == 0
         before = max(0, step - 1)
-        return next((peer for peer in self.members.at(before) if self.members.there(peer, before)), None) == self._role.peer
+        first = next((peer for peer in self.members.at(before) if self.members.there(peer, before)), None)
+        if self.own.size == 1:
+            return first == self._role.peer
+        decided = TensorPayload.empty(1, "float64")
+        decided.numpy()[0] = first in self.own.members
+        await broadcast(self.own, decided, ("leads", what, step))
+        return bool(decided.numpy()[0])
 
     @asynccontextmanager
     async def run_model(self, group: Group, tag: str, *, kept: int | None = None, last: bool = False) -> AsyncIterator[None]:

@@ -253,8 +253,14 @@ class TorchWork:
         return step
 
     async def begin_alike(self, group: Group, restored: bool) -> None:
-        if self._fabric is None:  # workers of a grid have parts, and the model was compared with the ordinary one
-            await begin_alike(self._replica.untrained(buffers=not restored), group, "begin alike", self._device.run)
+        tensors, model = self._replica.untrained(buffers=not restored), self._replica.model
+        if isinstance(model, ParallelModel) and self._members.late:  # each row has asked somebody else for what it has
+            shards = model.shards_by_name()
+            divided = {name for name, shard in shards.items() if shard.dimension is not None}
+            tensors = {name: tensor for name, tensor in tensors.items() if name.partition("/")[2] not in divided}
+        elif self._fabric is not None:  # workers of a grid have parts, and the model was compared with the ordinary one
+            return
+        await begin_alike(tensors, group, "begin alike", self._device.run)
 
     @property
     def keeps(self) -> bool:

@@ -291,7 +291,7 @@ async def test_who_is_lost_is_not_waited_for_where_the_others_go_on(tmp_path: Pa
         checkpoint = Checkpoint(tmp_path / f"step-0000000{step}")
         checkpoint.require(RunShape("gossip", 3, 1, 0))
         assert [checkpoint.stands_in(f"worker-{rank}") for rank in range(3)] == [None, None, 1]
-        checkpoint.shape = replace(checkpoint.shape, kind="model_server", group_size=2)
+        checkpoint.shape = replace(checkpoint.shape, kind="model_server", group_size=3, groups=1)
         with pytest.raises(CheckpointError, match="lacks the parts of lost workers"):
             checkpoint.require(checkpoint.shape)
 

@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -186,13 +187,18 @@ class Checkpoint:
                     f"{self.folder} was written with {_SETTINGS[name]} = {was}, but this run has {has}: "
                     f"restore the old value, or {WITHOUT_RESUME}"
                 )
-        if self._workers is not None and shape.kind == "model_server" and shape.group_size > 1:
+        if shape.kind == "model_server" and self._incomplete_groups():
             raise CheckpointError(
-                f"{self.folder} lacks the parts of lost workers, and with model servers only groups of one worker can continue "
-                "from that: use an earlier checkpoint"
+                f"{self.folder} lacks the parts of lost workers, and with model servers groups of which some were there cannot "
+                "continue from that: use an earlier checkpoint"
             )
         for part in self.shape.parts(self._workers):
             self._require_part(part)
+
+    def _incomplete_groups(self) -> bool:
+        """Whether some workers of a group were lost, and not all."""
+        there = Counter(rank // self.shape.group_size for rank in self._workers or ())
+        return any(number != self.shape.group_size for number in there.values())
 
     def _says_course(self) -> bool:
         """Whether other groups can know where these have stopped: earlier releases did not say it."""
@@ -228,7 +234,7 @@ class Checkpoint:
             return None
         apart = self.shape.kind in ("averaging", "gossip")  # each group has a model of its own
         there = own if apart and own else self._workers
-        if apart and not own:  # of a model that groups divide, others have the same parts
+        if not own and self.shape.kind != "allreduce":  # of a model that groups divide, others have the same parts
             there = [other for other in there if other % size == rank % size] or there
         return max((other for other in there if other < rank), default=max(there))
 

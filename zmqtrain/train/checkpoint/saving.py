@@ -331,7 +331,8 @@ class Saver:
             )
         if was == now and not self._held_otherwise(own, replica, exchange):
             return None
-        reads_apart = own.sidecar.get("data") is not None and (course is None or course.since is None)
+        common = self.data is not None and self.data.common
+        reads_apart = own.sidecar.get("data") is not None and not common and (course is None or course.since is None)
         if self.size[1] != own.sidecar.get("columns") and reads_apart:
             was_columns = f"{own.sidecar.get('columns')!r:.20}"
             raise CheckpointError(
