@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,18 @@ import zmqtrain.exchange.turns as turns
 import zmqtrain.train.worker as worker
 from benchmarks.patches import Patches
 from zmqtrain.exchange.averaging.exchange import AveragingExchange
+from zmqtrain.exchange.averaging.methods import copy_of
 from zmqtrain.exchange.elastic import ElasticMembers
 from zmqtrain.exchange.gossip.exchange import GossipExchange
+from zmqtrain.exchange.model_server import ModelServerExchange
 from zmqtrain.exchange.state_source import NeighboursState, StateSource
 from zmqtrain.exchange.turns import Takers
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.roster import Roster
+from zmqtrain.server.aggregator import Aggregator
+from zmqtrain.train.batches.ordered import OrderedBatches
 from zmqtrain.train.batches.slotted import SlottedBatches
+from zmqtrain.train.participant import Participant
 
 
 def others_stay(patches: Patches) -> None:
@@ -181,6 +187,75 @@ def no_mean(patches: Patches) -> None:
         return mutated
 
     patches.around(GossipExchange, "_trade", make)
+
+
+def leads_by_itself(patches: Patches) -> None:
+    """Each worker of a group decides by itself whether the group evaluates."""
+
+    async def mutated(self: Participant, step: int, _what: str) -> bool:
+        before = max(0, step - 1)
+        first = next((peer for peer in self.members.at(before) if self.members.there(peer, before)), None)
+        return first in self.own.members
+
+    patches.around(Participant, "leads", lambda _: mutated)
+
+
+def change_missed(patches: Patches) -> None:
+    """A change of the members is not prepared by a worker whose exchange has not started."""
+
+    def make(init: Any) -> Any:
+        def mutated(self: ElasticMembers, *args: Any, prepares: bool, **settings: Any) -> None:
+            init(self, *args, **settings)
+
+        return mutated
+
+    def before_change(self: ElasticMembers, prepare: Any) -> None:
+        self._prepare = asyncio.get_running_loop().create_future()
+        self._prepare.set_result(prepare)
+
+    patches.around(ElasticMembers, "__init__", make)
+    patches.around(ElasticMembers, "before_change", lambda _: before_change)
+
+
+def newcomer_with_old_values(patches: Patches) -> None:
+    """A group that comes gets what pieces held at the beginning, as their newest values."""
+
+    def make(read: Any) -> Any:
+        async def mutated(self: ModelServerExchange) -> None:
+            kept = [copy_of(bucket.parameters) for bucket in self._replica_started().buckets]
+            await read(self)
+            for bucket, before in zip(self._replica_started().buckets, kept, strict=True):
+                bucket.parameters.copy_(before)
+
+        return mutated
+
+    patches.around(ModelServerExchange, "_read_entered", make)
+
+
+def left_batch_of_another(patches: Patches) -> None:
+    """Of what a lost group has left, another one trains the batch after it."""
+
+    def make(place: Any) -> Any:
+        def mutated(self: SlottedBatches, step: int) -> tuple[int, int]:
+            slot, (group, of) = self._members.turn(step), place(self, step)
+            return (group, of + 1) if slot is not None and slot.torn else (group, of)
+
+        return mutated
+
+    patches.around(SlottedBatches, "_place", make)
+
+
+def one_row_counts(patches: Patches) -> None:
+    """A batch that counts in some pieces counts in all."""
+
+    def make(progress: Any) -> Any:
+        def mutated(self: Aggregator, life: int) -> Any:
+            found = progress(self, life)
+            return None if found is None else (found[1], found[1])
+
+        return mutated
+
+    patches.around(Aggregator, "progress", make)
 
 
 def lost_mate_believed(patches: Patches) -> None:

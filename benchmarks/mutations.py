@@ -627,4 +627,11 @@ MUTATIONS = (
     Mutation("what a lost grid has left counts as trained", "grids-gossip-epoch", turns_left_out, 1),
     Mutation("what the average of a lost grid has had is trained again", "grids-averaging-epoch", averaged_turns_taken_again, 1),
     Mutation("what one part of a model contains counts for all of it", "grids-gossip-epoch", groups.best_part_counts, 1),
+    Mutation("a batch that counts in some rows is not trained again", "grids-servers", groups.one_row_counts, 10),
+    Mutation("a batch that counts in one row counts there twice", "grids-servers", torn_batch_counts_twice, 10),
+    Mutation("a group that has lost a worker goes on, with servers", "grids-servers", groups.others_stay, 3),
+    Mutation("another batch than a lost group's is trained in its place", "grids-servers", groups.left_batch_of_another, 10),
+    Mutation("a group that comes does not get the servers' values", "grids-servers", groups.newcomer_with_old_values, 4),
+    Mutation("a worker that has not begun misses a change", "grids-servers", groups.change_missed, 1138),
+    Mutation("workers decide one by one whether their group evaluates", "grids-servers", groups.leads_by_itself, 4),
 )
