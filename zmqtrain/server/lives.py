@@ -60,6 +60,7 @@ class Lives:
         self._held: dict[PeerId, Team] = {}  # teams whose place is kept, by name
         self._kept: set[Life] = set()  # all that ever were held when this was told
         self._groups = {peer: number for number, group in enumerate(groups) for peer in group}
+        self._names = [group[0] for group in groups]  # of their teams
         since, teams, _, _ = cast(Any, base)
         self.training: dict[PeerId, int] = {}
         """The workers that are there."""
@@ -165,7 +166,7 @@ class Lives:
         if since != self.since:  # it has more to train by now
             return
         group = self.group_of(peer)
-        team = next((team for team in self._teams.values() if peer in team.peers), None)
+        team = self._teams.get(self._names[group])
         if team is not None and len(team.peers) > 1:
             said = self._rest.setdefault(team.name, set())
             said.add(peer)
