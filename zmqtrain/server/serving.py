@@ -332,11 +332,12 @@ class Serving:
     async def _take_pushes(self, pushes: Subscription) -> None:
         entries, groups = self._shard.entries, self._configuration.groups
         load = LoadEvents(self._recorder)
+        teams = self._several and not self._configuration.whole_groups  # whose workers take over each other's pieces
         while True:
             sender, tag, payload = await pushes.get()
             load.begin()
             try:
-                push = parse_push(sender, tag, payload, entries, groups, teams=self._several)
+                push = parse_push(sender, tag, payload, entries, groups, teams=teams)
                 async with self.lock:
                     self.check_present(push)
                     await self.push(push, payload.nbytes)
