@@ -77,7 +77,7 @@ class ServersAlone:
         self._holds: dict[PeerId, list[list[Part]]] = {}  # of a worker's buckets, the elements of whole parameters
         self._cut: dict[int, tuple[PeerId, int, int, int]] = {}  # piece -> one who exchanges it, the bucket, from where to where
         self._begins: dict[Turn, dict[int, int]] = {}  # with which versions of the pieces
-        self._reads: dict[tuple[Turn, int], dict[int, int]] = {}  # at a step -> the versions of the pieces
+        self._reads: dict[tuple[Turn, int], dict[int, int]] = {}  # team, piece -> for each step the version that was read for it
         self._trained: dict[tuple[int, int], tuple[int, Turn]] = {}  # group, step -> which batch, and by which team
         self._updates: list[_Update] = []
 
@@ -91,7 +91,7 @@ class ServersAlone:
             self._begins.setdefault(self._turn(peer), {}).update(facts["versions"])
             self._cut.update({piece: (peer, *span) for piece, span in facts["pieces"].items()})
         elif what == "read":
-            self._reads.setdefault((self._turn(peer), facts["step"]), {})[facts["piece"]] = facts["version"]
+            self._reads.setdefault((self._turn(peer), facts["piece"]), {})[facts["step"]] = facts["version"]
         elif what == "takes":
             turn = self._turn(peer)
             self._trained[turn[0], facts["step"]] = facts["slot"], turn
@@ -174,9 +174,12 @@ class ServersAlone:
         """Of the whole model, as the group had it at the step, on its whole batch."""
         topology = self._topology
         slot, turn = self._trained[group, step]
-        reads, first = self._reads.get((turn, step), {}), self._begins[turn]
+        first = self._begins[turn]
         for index, piece in pieces.items():
-            _put(model, piece, piece.versions[reads[index] if index in reads else first[index]])
+            reads = self._reads.get((turn, index), {})
+            # It may have had nothing to train in the steps before this one.
+            last = max((each for each in reads if each <= step), default=None)
+            _put(model, piece, piece.versions[first[index] if last is None else reads[last]])
         source = task.training()
         reader = Reader(source.dataset, source.collate, source.transform)
         partition, batch = partition_of(source, topology.compute.groups, topology), topology.compute.batch_size
