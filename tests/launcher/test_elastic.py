@@ -162,8 +162,8 @@ KINDS = [("averaging", 'every = 4\naveraging = { method = "outer" }\n'), ("gossi
 
 @pytest.mark.parametrize(("kind", "more"), KINDS, ids=[kind for kind, _ in KINDS])
 def test_a_group_on_a_grid_is_lost_and_comes_back_as_a_whole(kind: str, more: str, tmp_path: Path) -> None:
-    """Each row with the state of that row; and each sample counts once. More of it in simulated time: tests/simulate/test_elastic_whole_groups.py, and with
-    servers tests/simulate/test_elastic_served_grids.py."""
+    """Each row with the state of that row; and each sample counts once. More of it in simulated time:
+    tests/simulate/test_elastic_whole_groups.py, and with servers tests/simulate/test_elastic_served_grids.py."""
     (tmp_path / "task.py").write_text(
         waiting(6)
         .replace("torch.nn.Linear(8, 1)", "torch.nn.Linear(8, 2)")
