@@ -21,7 +21,6 @@ from zmqtrain.exchange.turns import Takers
 from zmqtrain.membership.client import Membership
 from zmqtrain.membership.roster import Roster
 from zmqtrain.server.aggregator import Aggregator
-from zmqtrain.train.batches.ordered import OrderedBatches
 from zmqtrain.train.batches.slotted import SlottedBatches
 from zmqtrain.train.participant import Participant
 
