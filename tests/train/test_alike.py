@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from tests.train.world import Recipe, data_of, run, topology_of
 from zmqtrain.data.content import content_of
@@ -89,14 +90,32 @@ def test_files_are_the_users_own() -> None:
     assert [name for name in found if "(module torch)" in name or "(module torch." in name or "(module zmqtrain." in name] == []
 
 
-async def test_workers_whose_tasks_have_drawn_other_samples_are_refused() -> None:
+def subset(samples: TensorDataset, drawn: np.random.Generator) -> Any:
+    return Subset(samples, drawn.permutation(len(samples))[:64].tolist())
+
+
+def loader_of_subset(samples: TensorDataset, drawn: np.random.Generator) -> Any:
+    return DataLoader(samples, batch_size=8, sampler=SubsetRandomSampler(drawn.permutation(len(samples))[:64].tolist()))
+
+
+def weighted(samples: TensorDataset, drawn: np.random.Generator) -> Any:
+    weights = drawn.random(len(samples)).tolist()
+    return DataLoader(samples, batch_size=8, sampler=WeightedRandomSampler(weights, len(samples)))
+
+
+@pytest.mark.parametrize("made", [subset, loader_of_subset, weighted])
+@pytest.mark.parametrize("data", ["train_data", "eval_data"])
+async def test_workers_whose_tasks_have_drawn_other_samples_are_refused(
+    made: Callable[[TensorDataset, np.random.Generator], Any], data: str
+) -> None:
     recipe = Recipe()
-    samples = data_of()
 
-    def task(peer: str) -> Task:
-        order = np.random.default_rng(int(peer[-1])).permutation(len(samples))[:64].tolist()
-        return replace(recipe(peer), train_data=Subset(samples, order))
+    def task(peer: str, seed: int) -> Task:
+        return replace(recipe(peer), **{data: made(data_of(), np.random.default_rng(seed))})
 
-    result = await run(topology_of(job={"steps": 1}, compute={"group_size": 2, "batch_size": 8}), task)
-    with pytest.raises(TaskError, match=r"the content of the training data of worker/\d differs.*default_rng"):
+    topology = topology_of(job={"steps": 1}, compute={"group_size": 2, "batch_size": 8})
+    result = await run(topology, lambda peer: task(peer, int(peer[-1])))
+    what = {"train_data": "training", "eval_data": "evaluation"}[data]
+    with pytest.raises(TaskError, match=rf"the content of the {what} data of worker/\d differs.*default_rng"):
         raise next(iter(result.errors.values()))
+    assert not (await run(topology, lambda peer: task(peer, 3))).errors

@@ -1,12 +1,12 @@
 """What data that is held in memory has in it, in short: workers compare it, since each calls the task's function by itself.
 
 A generator without a seed, or the order of a set of strings, makes other data in every process, with as many samples. Only what
-lies in memory is looked at, and of large tensors some elements: nothing is read, opened or drawn for it.
+lies in memory is looked at, and of large tensors some elements: no sample is read or opened for it. A sampler says its own order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -16,14 +16,20 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from zmqtrain.data.nested import leaves
+from zmqtrain.data.partition import Indices
 
 #: How many elements of a tensor, and samples of a list, are looked at; a permutation changes nearly all.
 MOST_ELEMENTS, MOST_SAMPLES = 4096, 64
 
 
-def content_of(data: Any) -> list[str]:
-    """A line for each part of the data that is held in memory; empty if nothing is known to be."""
-    return list(_lines(data))
+def content_of(data: Any, order: Callable[[int], Indices] | None = None) -> list[str]:
+    """A line for each part of the data that is held in memory; empty if nothing is known to be. ``order``: a sampler's, of which
+    the first epoch is looked at."""
+    lines = list(_lines(data))
+    if order is not None:
+        first = order(0)
+        lines.append(f"a sampler of {len(first)} samples: {_digest(first)}")
+    return lines
 
 
 def _lines(data: Any) -> Iterator[str]:

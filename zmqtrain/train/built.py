@@ -95,9 +95,9 @@ def build(
     samples = {"training data": _number(source), **({} if evaluated is None else {"evaluation data": _number(evaluated)})}
     contents: dict[str, list[str]] = {}
     if topology.data.ring != "tensors":  # otherwise each host reads its own part
-        contents = {"training data": content_of(source.dataset)}
+        contents = {"training data": content_of(source.dataset, None if partition is None else partition.order)}
         if evaluated is not None:
-            contents["evaluation data"] = content_of(evaluated.dataset)
+            contents["evaluation data"] = content_of(evaluated.dataset, evaluated.order_of(0))
     facts = facts_of_training(None if fabric is not None else model, optimizer, task.loss, samples, contents)
     how = ReplicaSettings(
         bucket_bytes=BucketLimit.of(topology),
