@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import zmqtrain
 from tests.launcher.launched import Launched
+from zmqtrain.train.random_state import seed_everything
 
 TOPOLOGY = """
 [job]
@@ -41,8 +43,10 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 #: Clips, and has uneven parts of each batch.
 CLIPS = f"""
+import random
 import numpy as np
 import zmqtrain
+drawn = [random.random(), np.random.rand()]  # as a split of the data would be: the same on all workers
 {MODEL}
 with zmqtrain.session() as session:
     session.replicate(model, optimizer)
@@ -52,6 +56,7 @@ with zmqtrain.session() as session:
             nn.functional.cross_entropy(model(inputs), target).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
+np.save(f"drawn-{{session.rank}}.npy", drawn)
 np.save(f"rank-{{session.rank}}.npy", torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy())
 """
 
@@ -97,6 +102,9 @@ def test_a_clipped_loop_is_one_process(tmp_path: Path, exchange: str) -> None:
     for rank in range(4):
         ours = torch.from_numpy(np.load(tmp_path / f"rank-{rank}.npy"))
         torch.testing.assert_close(ours, whole, rtol=1e-11, atol=1e-13)
+    drawn = [np.load(tmp_path / f"drawn-{rank}.npy").tolist() for rank in range(4)]
+    seed_everything(1)
+    assert drawn == [[random.random(), np.random.rand()]] * 4
 
 
 def test_a_refusal_reaches_the_terminal(tmp_path: Path) -> None:

@@ -25,12 +25,15 @@ from zmqtrain.net.loop import run
 from zmqtrain.run.enter import enter_run
 from zmqtrain.run.report import report_of
 from zmqtrain.run.role import run_role
+from zmqtrain.train.random_state import seed_everything
 
 with suppress(ImportError):
     import uvloop  # noqa: F401 - the same
 
 #: A script of the user's own and its arguments, as JSON, for workers that run one.
 SCRIPT = "ZMQTRAIN_SCRIPT"
+#: The seed of the job, for these.
+SEED = "ZMQTRAIN_SEED"
 THREADS = "OMP_NUM_THREADS"
 #: Folders to import from, separated like PYTHONPATH.
 PYTHON_PATH = "ZMQTRAIN_PYTHON_PATH"
@@ -107,7 +110,11 @@ async def _say_why(context: RoleContext) -> None:
 
 
 def _run_script(command: list[str]) -> None:
-    """Run the user's script as if by ``python SCRIPT ARGS``."""
+    """Run the user's script as if by ``python SCRIPT ARGS``.
+
+    What it draws before its session begins (a split of the data, say) is the same on all workers. Without a seed, Python's
+    generator would be another in each process, and numpy's the same in those of one host, and another on the next host."""
+    seed_everything(int(os.environ[SEED]))
     path = Path(command[0])
     sys.argv = command
     sys.path.insert(0, str(path.parent.resolve()))

@@ -126,6 +126,7 @@ class ForkedProcesses:
             variables["ZMQTRAIN_DATA"] = description.data_path
         if description.script:
             variables["ZMQTRAIN_SCRIPT"] = json.dumps(description.script)
+            variables["ZMQTRAIN_SEED"] = str(description.topology.job.seed)
         return variables
 
 
