@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 from tests.embed.world import run_sessions, topology_of
 from zmqtrain.embed.session import Session
@@ -48,6 +50,50 @@ def evaluated_within(session: Session, model: nn.Module, optimizer: torch.optim.
 @pytest.mark.parametrize("overlap", [None, False, True])
 def test_batches_of_an_evaluation_do_not_weigh_the_gradient(overlap: bool | None) -> None:
     torch.testing.assert_close(trained(evaluated_within, 3, overlap=overlap), trained(evaluated_within, 1), rtol=1e-12, atol=1e-12)
+
+
+def drawn_split(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int | None) -> None:
+    """A training set that each worker draws by itself."""
+    order = np.random.default_rng(session.rank if seed is None else seed).permutation(48)
+    for _ in range(2):
+        for inputs, target in session.batches(Subset(DATA, order[:32].tolist())):
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), target).backward()
+            optimizer.step()
+
+
+def drawn_sampler(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int | None) -> None:
+    order = np.random.default_rng(session.rank if seed is None else seed).permutation(48)
+    for inputs, target in session.batches(DataLoader(DATA, 8, sampler=SubsetRandomSampler(order[:32].tolist()))):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("program", [drawn_split, drawn_sampler])
+def test_data_that_each_worker_has_drawn_for_itself_is_refused(program: Callable[..., Any]) -> None:
+    with pytest.raises(TaskError, match=r"the content of the session's data \(\d+ samples\) of worker/\d differs.*default_rng"):
+        trained(partial(program, seed=None), 2)
+    torch.testing.assert_close(trained(partial(program, seed=3), 2), trained(partial(program, seed=3), 1), rtol=1e-12, atol=1e-12)
+
+
+def looked_at_by_one(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """An evaluation is each worker's own, also before the first step."""
+    with torch.no_grad():
+        if session.rank == 0:
+            next(session.batches(OTHER))
+    one_epoch(session, model, optimizer)
+
+
+def one_epoch(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for inputs, target in session.batches(DATA):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+
+
+def test_what_one_worker_evaluates_is_not_compared() -> None:
+    torch.testing.assert_close(trained(looked_at_by_one, 2), trained(one_epoch, 1), rtol=1e-12, atol=1e-12)
 
 
 def two_at_once(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -25,7 +26,7 @@ from zmqtrain.data.seeding import seed_torch
 from zmqtrain.data.source import Shard
 from zmqtrain.embed.calls import Calls
 from zmqtrain.embed.device import CallersDevice
-from zmqtrain.embed.feed import Feed, StreamFeed, make_feed, steps_of
+from zmqtrain.embed.feed import Feed, StreamFeed, content_for, make_feed, steps_of
 from zmqtrain.embed.grid.begin import begin_alike as begin_grid_alike
 from zmqtrain.embed.grid.meeting import Meetings
 from zmqtrain.embed.grid.model import DividedScript
@@ -39,6 +40,7 @@ from zmqtrain.embed.taken import Taken
 from zmqtrain.errors import ConnectivityError, NonFiniteLossError, PeerLostError, RunStopped, UsageError
 from zmqtrain.events import EventValue
 from zmqtrain.exchange.make import make_exchange, make_members
+from zmqtrain.membership.alike import bounded
 from zmqtrain.membership.common_stop import Here, may_not_stop
 from zmqtrain.membership.context import RoleContext
 from zmqtrain.net.endpoint import PeerId
@@ -47,7 +49,7 @@ from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.turns import handing_over
 from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.topology.elastic import ASKING
-from zmqtrain.train.alike import OPTIMIZER, facts_of_training, require_same_training
+from zmqtrain.train.alike import CONTENT, OPTIMIZER, facts_of_training, require_same, require_same_training
 from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.callbacks import Callbacks
@@ -66,6 +68,7 @@ from zmqtrain.train.task import check_layers, check_model
 from zmqtrain.train.verifying import one_of_each
 from zmqtrain.waiting import to_the_end
 from zmqtrain.wire.tensor import TensorPayload
+from zmqtrain.words import counted
 
 #: What is said to whoever uses a session after its end.
 ENDED = (
@@ -98,6 +101,8 @@ class Core:
         self._ended_step: dict[str, EventValue] | None = None  # the values of the last step, until the next one ends
         self._feeds: list[Feed] = []
         self._epochs: dict[int, tuple[Any, int]] = {}  # by the data's id, which it keeps: the next epoch, where none is given
+        self._compared: dict[int, Any] = {}  # by the data's id, too
+        self._numbers: Counter[int] = Counter()  # how many of them have so many samples
         self._running: set[asyncio.Task[Any]] = set()
         self._other_loops = OtherLoops(context.endpoint, self._coupled(), timeouts.request_s)
         self.calls = Calls(self.members, context.membership, self._other_loops, lambda: self.replicated)
@@ -319,6 +324,8 @@ class Core:
             )
         _require_whole("epoch", epoch, 0)
         _require_whole("batch_size", batch_size, 1)
+        if trains and not self.members.late and self.calls.step == 0:
+            await self._require_same_data(data, batch_size, shard)
         if epoch is None:
             _, epoch = self._epochs.get(id(data), (data, 0))
             if trains:
@@ -329,6 +336,19 @@ class Core:
         if isinstance(feed, StreamFeed) and self.context.topology.elastic:
             await self.context.membership.need_all("its data is a stream, and no other worker can take over a part of it")
         return feed
+
+    async def _require_same_data(self, data: Any, batch_size: int | None, shard: Shard | None) -> None:
+        """Compare what is in memory with what other workers divide: each has read or drawn it by itself. Raises `TaskError`."""
+        if id(data) in self._compared:
+            return
+        self._compared[id(data)] = data
+        content = content_for(self.context, data, batch_size, shard)
+        if content is not None:
+            samples, lines = content
+            number = self._numbers[samples]
+            self._numbers[samples] += 1
+            what = f"{CONTENT} the session's data ({counted(samples, 'sample')}{f', number {number + 1}' if number else ''})"
+            await require_same(self.context, "session: data", {what: bounded(lines)})
 
     def count_batches(self, data: Any, batch_size: int | None, shard: Shard | None, first: int | None) -> int:
         """The batches of an epoch from number ``first`` on. Raises `TypeError` for a stream, and what `begin_batches` raises."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from zmqtrain.data.background import BackgroundThread
 from zmqtrain.data.batch import Batch
+from zmqtrain.data.content import content_of
 from zmqtrain.data.loader import Fetch, Finish, Loader
 from zmqtrain.data.source import Shard, Source, source_of
 from zmqtrain.data.stream import StreamLoader
@@ -91,6 +92,16 @@ def steps_of(context: RoleContext, data: Any, batch_size: int | None, shard: Sha
     """The batches of an epoch; ``None`` for a stream, which has no length. Raises what `source_for` raises."""
     source, size = source_for(context, data, batch_size, shard)
     return None if source.stream else partition_of(source, context.placement.groups, context.topology, size).steps_per_epoch
+
+
+def content_for(context: RoleContext, data: Any, batch_size: int | None, shard: Shard | None) -> tuple[int, list[str]] | None:
+    """The number of samples, and what is known of them in memory (`zmqtrain.data.content`); ``None`` for a stream. Raises what
+    `source_for` raises."""
+    source, size = source_for(context, data, batch_size, shard)
+    if source.stream:
+        return None
+    partition = partition_of(source, context.placement.groups, context.topology, size)
+    return partition.samples, content_of(source.dataset, partition.order)
 
 
 def make_feed(

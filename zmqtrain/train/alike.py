@@ -47,7 +47,7 @@ _REMEDY = (
     "the folder in which you launch"
 )
 _OF_CONTENT = (
-    "; and does the task always make the same data? Give seeds to generators (numpy.random.default_rng() has another one in each "
+    "; and does the code always make the same data? Give seeds to generators (numpy.random.default_rng() has another one in each "
     "process), and sort what comes out of a set or a folder"
 )
 
@@ -57,17 +57,23 @@ async def require_same_training(context: RoleContext, subject: str, facts: Facts
     if the run has several hosts.
 
     Raises `TaskError` if something else than files differs."""
+    await require_same(context, subject, facts)
     membership, host = context.membership, context.role.host
-    differences = await membership.alike(subject, host, facts)
-    if differences:
-        remedy = _OF_CONTENT if differences[0].what.startswith(CONTENT) else ""
-        raise TaskError(f"{_said(differences[0], context)}. {_REMEDY}{remedy}")
     if len({role.host for role in context.placement.workers}) > 1:
         # What else this process has loaded must make no difference to a simulation, not even by the size of a message.
         own = {} if current_world().one_process else files()
         for difference in await membership.alike(f"{subject}: files", host, own):
             text = f"{difference.what} on {host} is another than on {difference.host}: they may train something else"
             context.recorder.event("warning", text=text)
+
+
+async def require_same(context: RoleContext, subject: str, facts: Facts) -> None:
+    """Say what this worker has, and compare it with what others have said of the same ``subject``. Raises `TaskError` if anything
+    differs."""
+    differences = await context.membership.alike(subject, context.role.host, facts)
+    if differences:
+        remedy = _OF_CONTENT if differences[0].what.startswith(CONTENT) else ""
+        raise TaskError(f"{_said(differences[0], context)}. {_REMEDY}{remedy}")
 
 
 def _said(difference: Difference, context: RoleContext) -> str:
