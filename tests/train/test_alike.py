@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from tests.train.world import Recipe, data_of, run, topology_of
 from zmqtrain.data.content import content_of
@@ -119,3 +119,36 @@ async def test_workers_whose_tasks_have_drawn_other_samples_are_refused(
     with pytest.raises(TaskError, match=rf"the content of the {what} data of worker/\d differs.*default_rng"):
         raise next(iter(result.errors.values()))
     assert not (await run(topology, lambda peer: task(peer, 3))).errors
+
+
+class Listed(Dataset[Any]):
+    """Reads its samples in an order of its own."""
+
+    def __init__(self, base: TensorDataset, order: list[int], folder: str) -> None:
+        self.base, self.order = base, order
+        self.files = [f"{folder}/{number}.png" for number in order]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.base[self.order[index]]
+
+
+@pytest.mark.parametrize("same", [True, False])
+async def test_a_dataset_with_an_order_of_its_own_on_each_worker_is_warned_of(same: bool) -> None:
+    recipe = Recipe()
+
+    def task(peer: str) -> Task:
+        order = np.random.default_rng(3 if same else int(peer[-1])).permutation(64).tolist()
+        return replace(recipe(peer), train_data=Listed(data_of(), order, f"/home/{peer}"))
+
+    result = await run(topology_of(job={"steps": 1}, compute={"group_size": 2, "batch_size": 8}), task)
+    assert not result.errors
+    warnings = [each["text"] for recorder in result.recorders.values() for each in recorder.of("warning")]
+    if same:
+        assert warnings == []
+    else:
+        (text,) = warnings
+        assert text.startswith("`files` of the training data, `order` of the training data of worker/")
+        assert "data[i] must be the same sample on all" in text

@@ -49,7 +49,15 @@ from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.turns import handing_over
 from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.topology.elastic import ASKING
-from zmqtrain.train.alike import CONTENT, OPTIMIZER, facts_of_training, require_same, require_same_training
+from zmqtrain.train.alike import (
+    CONTENT,
+    OPTIMIZER,
+    attributes_of_data,
+    facts_of_training,
+    require_same,
+    require_same_training,
+    warn_of_differences,
+)
 from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.callback import Callback
 from zmqtrain.train.callbacks import Callbacks
@@ -344,11 +352,13 @@ class Core:
         self._compared[id(data)] = data
         content = content_for(self.context, data, batch_size, shard)
         if content is not None:
-            samples, lines = content
+            samples, lines, dataset = content
             number = self._numbers[samples]
             self._numbers[samples] += 1
-            what = f"{CONTENT} the session's data ({counted(samples, 'sample')}{f', number {number + 1}' if number else ''})"
-            await require_same(self.context, "session: data", {what: bounded(lines)})
+            what = f"session's data ({counted(samples, 'sample')}{f', number {number + 1}' if number else ''})"
+            await require_same(self.context, "session: data", {f"{CONTENT} the {what}": bounded(lines)})
+            if attributes := attributes_of_data({what: dataset}):
+                await warn_of_differences(self.context, "session: data", attributes)
 
     def count_batches(self, data: Any, batch_size: int | None, shard: Shard | None, first: int | None) -> int:
         """The batches of an epoch from number ``first`` on. Raises `TypeError` for a stream, and what `begin_batches` raises."""

@@ -94,14 +94,14 @@ def steps_of(context: RoleContext, data: Any, batch_size: int | None, shard: Sha
     return None if source.stream else partition_of(source, context.placement.groups, context.topology, size).steps_per_epoch
 
 
-def content_for(context: RoleContext, data: Any, batch_size: int | None, shard: Shard | None) -> tuple[int, list[str]] | None:
-    """The number of samples, and what is known of them in memory (`zmqtrain.data.content`); ``None`` for a stream. Raises what
-    `source_for` raises."""
+def content_for(context: RoleContext, data: Any, batch_size: int | None, shard: Shard | None) -> tuple[int, list[str], Any] | None:
+    """The number of samples, what is known of them in memory (`zmqtrain.data.content`), and the dataset; ``None`` for a stream.
+    Raises what `source_for` raises."""
     source, size = source_for(context, data, batch_size, shard)
     if source.stream:
         return None
     partition = partition_of(source, context.placement.groups, context.topology, size)
-    return partition.samples, content_of(source.dataset, partition.order)
+    return partition.samples, content_of(source.dataset, partition.order), source.dataset
 
 
 def make_feed(

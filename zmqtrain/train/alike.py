@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 import zmqtrain
+from zmqtrain.data.content import attributes_of
 from zmqtrain.errors import TaskError
 from zmqtrain.membership.alike import MOST_THINGS, Difference, Facts, bounded
 from zmqtrain.membership.context import RoleContext
@@ -49,6 +50,11 @@ _REMEDY = (
 _OF_CONTENT = (
     "; and does the code always make the same data? Give seeds to generators (numpy.random.default_rng() has another one in each "
     "process), and sort what comes out of a set or a folder"
+)
+
+_OF_ATTRIBUTES = (
+    ". Workers divide samples by their numbers, so data[i] must be the same sample on all. If it is not, give seeds to generators "
+    "(numpy.random.default_rng() has another one in each process), and sort what comes out of a set or a folder"
 )
 
 
@@ -76,11 +82,28 @@ async def require_same(context: RoleContext, subject: str, facts: Facts) -> None
         raise TaskError(f"{_said(differences[0], context)}. {_REMEDY}{remedy}")
 
 
+async def warn_of_differences(context: RoleContext, subject: str, facts: Facts) -> None:
+    """As `require_same`, of what may be others on purpose: datasets keep samples that they have read, paths, and whatever they
+    like."""
+    differences = await context.membership.alike(subject, context.role.host, facts)
+    if differences:
+        named = _listed([each.what for each in differences])
+        context.recorder.event("warning", text=f"{named} of {_apart(context, differences[0])}{_OF_ATTRIBUTES}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _apart(context: RoleContext, there: Difference) -> str:
+    here = context.role
+    where = (f" on {here.host}", f" on {there.host}") if here.host != there.host else ("", "")
+    return f"{here.peer}{where[0]} differs from that of {there.first}{where[1]}"
+
+
 def _said(difference: Difference, context: RoleContext) -> str:
     own, their = (f"{text!r}" if text else "nothing more" for text in (difference.ours, difference.theirs))
-    here, there = context.role, difference
-    where = (f" on {here.host}", f" on {there.host}") if here.host != there.host else ("", "")
-    return f"{difference.what} of {here.peer}{where[0]} differs from that of {there.first}{where[1]}: {own}, and there {their}"
+    return f"{difference.what} of {_apart(context, difference)}: {own}, and there {their}"
 
 
 def facts_of_training(
@@ -110,6 +133,11 @@ def facts_of_training(
         facts[f"the number of samples of the {what}"] = ["a stream" if number is None else str(number)]
     facts |= {f"{CONTENT} the {what}": list(lines) for what, lines in (contents or {}).items()}
     return {what: bounded(items) for what, items in facts.items()}
+
+
+def attributes_of_data(data: Mapping[str, Any]) -> Facts:
+    """What `warn_of_differences` compares of datasets, by what they are."""
+    return {f"`{name}` of the {what}": bounded(items) for what, each in data.items() for name, items in attributes_of(each).items()}
 
 
 def facts_of_loss(loss: Any) -> dict[str, list[str]]:

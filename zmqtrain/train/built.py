@@ -21,7 +21,7 @@ from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.turns import turn
 from zmqtrain.topology.bucket_limit import BucketLimit
 from zmqtrain.train.adapted_schedule import Schedule
-from zmqtrain.train.alike import facts_of_training
+from zmqtrain.train.alike import attributes_of_data, facts_of_training
 from zmqtrain.train.batches import partition_of
 from zmqtrain.train.construct import divided_model
 from zmqtrain.train.device.base import Device
@@ -55,6 +55,8 @@ class Built:
     """What the divided model is compared with; ``None``: it is not."""
     facts: Facts
     """What all workers must have alike."""
+    attributes: Facts
+    """What they should have alike."""
 
 
 def build(
@@ -94,8 +96,10 @@ def build(
     evaluated = task.evaluating()
     samples = {"training data": _number(source), **({} if evaluated is None else {"evaluation data": _number(evaluated)})}
     contents: dict[str, list[str]] = {}
+    attributes: Facts = {}
     if topology.data.ring != "tensors":  # otherwise each host reads its own part
         contents = {"training data": content_of(source.dataset, None if partition is None else partition.order)}
+        attributes = attributes_of_data({"training data": source.dataset, "evaluation data": evaluated and evaluated.dataset})
         if evaluated is not None:
             contents["evaluation data"] = content_of(evaluated.dataset, evaluated.order_of(0))
     facts = facts_of_training(None if fabric is not None else model, optimizer, task.loss, samples, contents)
@@ -127,7 +131,7 @@ def build(
     if remote is not None:
         replica.also_abort(remote.abort)
     context.recorder.event("built", seconds=device.clock() - started)
-    return Built(task, replica, schedule, source, partition, fabric, ordinary, facts)
+    return Built(task, replica, schedule, source, partition, fabric, ordinary, facts, attributes)
 
 
 @contextmanager

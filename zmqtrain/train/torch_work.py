@@ -25,7 +25,7 @@ from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.parallel.verify.case import NotComparable
 from zmqtrain.topology.elastic import ASKING
-from zmqtrain.train.alike import require_same_training
+from zmqtrain.train.alike import require_same_training, warn_of_differences
 from zmqtrain.train.batches import make_batches
 from zmqtrain.train.beginning import begin_alike
 from zmqtrain.train.built import Built, build
@@ -178,6 +178,8 @@ class TorchWork:
                 remote = make_remote(device)
             built = await device.run(lambda: build(context, device, task, fabric, remote))
             await require_same_training(context, "task", built.facts)
+            if built.attributes:
+                await warn_of_differences(context, "task: data", built.attributes)
             if built.source.stream and context.era is not None:
                 raise UsageError(
                     f"{built.source.name} is a stream, which is not divided anew when a worker is lost: remove {ASKING}"
