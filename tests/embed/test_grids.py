@@ -508,3 +508,16 @@ def test_processes_divide_a_scripts_model(tmp_path: Path) -> None:
     for state in (left, *(torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True) for rank in range(4))):
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_workers_of_a_group_that_have_other_models_are_refused(same: bool) -> None:
+    def program(session: Session) -> None:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh() if same or session.rank else nn.ReLU(), nn.Linear(8, 3))
+        session.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    if same:
+        run_sessions(grid_of(), program)
+        return
+    with pytest.raises(TaskError, match=r"the model of worker/. differs"):
+        run_sessions(grid_of(), program)

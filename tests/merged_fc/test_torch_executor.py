@@ -32,10 +32,10 @@ class Layers:
         self.y = torch.randint(3, (2 * BATCH,), generator=generator)
         topology = Topology.from_dict({"job": {}, "exchange": {"kind": "model_server", "merged_fc": True}})
         self.device = CpuDevice()
-        phase, optimizer, _ = build_phase(self.task(), "fc", topology, self.device)
+        phase, optimizer, _, facts = build_phase(self.task(), "fc", topology, self.device)
         self.model: nn.Module = phase
         settings = ExecutorSettings(groups=2, together=True)
-        self.executor = TorchExecutor(self.task(), FcLayers.whole(phase, 2), optimizer, self.device, settings)
+        self.executor = TorchExecutor(self.task(), FcLayers.whole(phase, 2), optimizer, self.device, settings, facts)
 
     @staticmethod
     def task() -> Task:

@@ -440,3 +440,24 @@ async def test_losses_that_are_no_mean_over_samples_are_refused_for_groups_in_st
         result = await run(merged(2, 1, 12, job={"steps": 2}), recipe_of(loss=loss))
         assert said in str(list(result.errors.values()))
         assert not (await run(merged(1, 1, 12, job={"steps": 2}), recipe_of(loss=loss))).errors
+
+
+class Smoothed(nn.CrossEntropyLoss):
+    """Another loss."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2)}, "the optimizer of"),
+        ({"model": lambda: nn.Sequential(*list(network())[:-2], nn.Tanh(), nn.Linear(10, 3).double())}, "the model of"),
+        ({"loss": Smoothed()}, "the loss of"),
+    ],
+)
+async def test_an_fc_server_whose_task_is_another_is_refused(fields: dict[str, Any], what: str) -> None:
+    """It has the last layers and their optimizer, and the loss."""
+    workers, server = recipe_of(), recipe_of(**fields)
+    result = await run(merged(1, 2, 12, job={"steps": 2}), lambda peer: (server if peer == "fc/0" else workers)(peer))
+    errors = [error for error in result.errors.values() if isinstance(error, TaskError)]
+    assert errors, result.errors
+    assert str(errors[0]).startswith(what)

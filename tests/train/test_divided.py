@@ -16,6 +16,7 @@ from tests.train.test_worker import alone
 from tests.train.world import Recipe, run, topology_of
 from zmqtrain.arena import Arena, shared_memory_missing
 from zmqtrain.data.partition import Partition
+from zmqtrain.errors import TaskError
 from zmqtrain.train.random_state import seed_everything
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -296,3 +297,22 @@ def alone_without_zeros(recipe: Recipe, steps: int, batch: int) -> dict[str, tor
         task.loss(model(inputs), targets).backward()
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("change", ["activation", "dropout"])
+async def test_workers_that_divide_other_models_are_refused(change: str) -> None:
+    """Also where nothing is compared with the ordinary model."""
+
+    def made(changed: str) -> Recipe:
+        def model() -> nn.Module:
+            act: nn.Module = nn.ReLU() if changed == "activation" else nn.Tanh()
+            layers = nn.Linear(6, 8), act, nn.Dropout(0.5 if changed == "dropout" else 0.1), nn.Linear(8, 3)
+            return nn.Sequential(*layers).double()
+
+        return Recipe(model=model, eval_data=None)
+
+    usual, other = made(""), made(change)
+    given = topology_of(job={"steps": 1}, compute={"group_size": 2, "batch_size": 8, "grid": "2x1"}, parallel={"verify": False})
+    result = await run(given, lambda peer: (other if peer == "worker/1" else usual)(peer))
+    with pytest.raises(TaskError, match=r"the model of worker/. differs"):
+        raise next(iter(result.errors.values()))

@@ -193,6 +193,7 @@ class Core:
                 "Callback.on_parameters() is for tasks: your loop has the model itself, complete after optimizer.step()"
             )
         where = next(model.parameters()).device
+        facts = facts_of_training(model, optimizer)  # of the whole model
         divided = self.divided = await self._divide(model, optimizer, served=served) if topology.divided else None
         opened = nullcontext if divided is None else divided.guard.opened
         device = CallersDevice(self.bridge, where, _staging(where), opened)
@@ -208,7 +209,6 @@ class Core:
                 norm=None if divided is None else GradientNorm(divided.shards, divided.parallel.fabric),
             )
         replica.draws = draws_of(topology, self.context.role)
-        facts = facts_of_training(None if divided is not None else model, optimizer)
         if self.members.late:  # it may have read a checkpoint of its own, with rates that have changed since; it gets the others'
             facts = {what: items for what, items in facts.items() if what != OPTIMIZER}
         await require_same_training(self.context, "session", facts)

@@ -16,11 +16,13 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from zmqtrain.errors import UsageError
+from zmqtrain.membership.alike import Facts
 from zmqtrain.merged_fc.cut import ForwardStep, StepKind, second_phase
 from zmqtrain.merged_fc.trace import WITHOUT_GRADIENTS, traced
 from zmqtrain.parallel.placed.model import layer_sizes
 from zmqtrain.topology.schema import Topology
 from zmqtrain.train.adapted_schedule import Schedule
+from zmqtrain.train.alike import facts_of_training
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.task import Task, build_model, build_optimizer
 
@@ -96,20 +98,21 @@ def split_model(model: nn.Module, name: PhaseName, split: str | None = None) -> 
     return Phase(model, name, graphs, sizes)
 
 
-def build_phase(task: Task, name: PhaseName, topology: Topology, device: Device) -> tuple[Phase, Optimizer, Schedule | None]:
+def build_phase(task: Task, name: PhaseName, topology: Topology, device: Device) -> tuple[Phase, Optimizer, Schedule | None, Facts]:
     """Build the whole model, and keep one phase of it, with an optimizer of only this phase's parameters. Called in the compute
-    thread, with torch seeded.
+    thread, with torch seeded. Also returns what all processes must have alike, of the whole model.
 
     The optimizer keeps all its parameter groups; some may be empty. Raises `TaskError`, and `UsageError` if the model cannot be
     split.
     """
     model = build_model(task).to(device.torch_device)
     optimizer, schedule = build_optimizer(task, model, topology)
+    facts = facts_of_training(model, optimizer, task.loss)
     phase = split_model(model, name, topology.exchange.split)
     own = {id(parameter) for parameter in phase.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
-    return phase, optimizer, schedule
+    return phase, optimizer, schedule, facts
 
 
 class _Cut:

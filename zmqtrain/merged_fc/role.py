@@ -143,7 +143,7 @@ def _build(
     started = device.clock()
     with turn():
         seed_everything(job.seed)
-        phase, optimizer, _ = build_phase(task, "fc", topology, device)
+        phase, optimizer, _, facts = build_phase(task, "fc", topology, device)
         groups = context.placement.groups
         if fabric is None:
             layers = FcLayers.whole(phase, groups)
@@ -159,7 +159,7 @@ def _build(
         precision=compute.precision,
         stop_on_nan=job.on_nan == "stop",
     )
-    executor = TorchExecutor(task, layers, optimizer, device, settings)
+    executor = TorchExecutor(task, layers, optimizer, device, settings, facts)
     if part is not None:
         executor.restore(tensors_of(part), part.sidecar)
     elif weights is not None:

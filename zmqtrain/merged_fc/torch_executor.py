@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from zmqtrain.errors import CheckpointError, ProtocolError, TaskError
 from zmqtrain.exchange.checkpoint_part import taking_back
 from zmqtrain.exchange.optimizer import describe_optimizer, require_state, set_hyperparameters
+from zmqtrain.membership.alike import Facts
 from zmqtrain.merged_fc.executor import BatchPart, ExecutorState, Trained
 from zmqtrain.merged_fc.gradients import GroupGradients
 from zmqtrain.merged_fc.layers import FcLayers
 from zmqtrain.merged_fc.queue import Applied, Turn
-from zmqtrain.train.alike import facts_of_loss
 from zmqtrain.train.device.base import Device
 from zmqtrain.train.linear import SMALLEST_BYTES, write_gradients_to
 from zmqtrain.train.loss_trial import Trials
@@ -51,9 +51,11 @@ NO_GROUP = -1
 class TorchExecutor:
     """Implements `zmqtrain.merged_fc.executor.Executor`. Made in the compute thread; the optimizer has this phase's parameters."""
 
-    def __init__(self, task: Task, layers: FcLayers, optimizer: Optimizer, device: Device, settings: ExecutorSettings) -> None:
+    def __init__(
+        self, task: Task, layers: FcLayers, optimizer: Optimizer, device: Device, settings: ExecutorSettings, facts: Facts
+    ) -> None:
         self._task, self._layers, self._phase, self._optimizer = task, layers, layers.module, optimizer
-        self.facts = facts_of_loss(task.loss)
+        self.facts = facts
         """What it must have as the workers do."""
         self._device, self._settings = device, settings
         self._metrics = Metrics(task) if task.eval_data is not None else None

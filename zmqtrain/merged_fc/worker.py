@@ -61,8 +61,8 @@ class MergedLayers:
                 "merged_fc computes a part of the model on the FC server, but Task.forward may call all of it: let batches be "
                 "(input, ..., target), or mappings with labels"
             )
-        phase, self._optimizer, schedule = build_phase(task, "convolution", self._topology, device)
-        return OwnLayers(phase, self._optimizer, schedule, phase.sizes)
+        phase, self._optimizer, schedule, facts = build_phase(task, "convolution", self._topology, device)
+        return OwnLayers(phase, self._optimizer, schedule, phase.sizes, facts)
 
     def make_step(self, task: Task, replica: TorchReplica, device: Device, settings: StepSettings) -> MergedStep:
         together = in_step(self._topology) and self._topology.compute.groups > 1

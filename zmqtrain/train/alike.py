@@ -116,7 +116,7 @@ def facts_of_training(
     """What is compared.
 
     Args:
-        model: a whole one; ``None``: it is divided, and each worker has another part.
+        model: a whole one; ``None``: it has been divided, and `facts_of_model` has said what it was.
         optimizer: the worker's.
         loss: ``None``: it is not known.
         samples: their numbers, of the training and the evaluation data; ``None`` for a stream.
@@ -124,9 +124,7 @@ def facts_of_training(
     """
     facts = {OPTIMIZER: [type(optimizer).__name__, *_groups(optimizer)]}
     if model is not None:
-        facts["the model"] = [_OWN.sub("", line).strip() for line in repr(model).splitlines()]
-        parameters = (_tensor(name, value, trained=value.requires_grad) for name, value in model.named_parameters())
-        facts["the list of the model's parameters"] = list(parameters)
+        facts |= _of_model(model)
     if loss is not None:
         facts |= facts_of_loss(loss)
     for what, number in (samples or {}).items():
@@ -138,6 +136,20 @@ def facts_of_training(
 def attributes_of_data(data: Mapping[str, Any]) -> Facts:
     """What `warn_of_differences` compares of datasets, by what they are."""
     return {f"`{name}` of the {what}": bounded(items) for what, each in data.items() for name, items in attributes_of(each).items()}
+
+
+def facts_of_model(model: nn.Module) -> dict[str, Sequence[str]]:
+    """What is compared of a whole model."""
+    return {what: bounded(items) for what, items in _of_model(model).items()}
+
+
+def _of_model(model: nn.Module) -> dict[str, list[str]]:
+    return {
+        "the model": [_OWN.sub("", line).strip() for line in repr(model).splitlines()],
+        "the list of the model's parameters": [
+            _tensor(name, value, trained=value.requires_grad) for name, value in model.named_parameters()
+        ],
+    }
 
 
 def facts_of_loss(loss: Any) -> dict[str, list[str]]:

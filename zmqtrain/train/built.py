@@ -77,14 +77,16 @@ def build(
     sizes: Mapping[str, int] | None = None
     shares: Mapping[str, float] | None = None
     ordinary: Ordinary | None = None
+    whole: Facts = {}  # of the model of which this worker has a part
     with turn():
         seed_everything(job.seed)
         if remote is not None:
             own = remote.build(task, device)
-            model, optimizer, schedule, sizes = own.model, own.optimizer, own.schedule, own.sizes
+            model, optimizer, schedule, sizes, whole = own.model, own.optimizer, own.schedule, own.sizes, own.facts
         else:
             if fabric is not None:
-                model, ordinary = divided, _ = divided_model(task, topology, fabric, device.torch_device, context.recorder)
+                divided, ordinary, whole = divided_model(task, topology, fabric, device.torch_device, context.recorder)
+                model = divided
                 sizes, shares = divided.sizes, divided.shares
             else:
                 model = build_model(task).to(device.torch_device)
@@ -102,7 +104,7 @@ def build(
         attributes = attributes_of_data({"training data": source.dataset, "evaluation data": evaluated and evaluated.dataset})
         if evaluated is not None:
             contents["evaluation data"] = content_of(evaluated.dataset, evaluated.order_of(0))
-    facts = facts_of_training(None if fabric is not None else model, optimizer, task.loss, samples, contents)
+    facts = {**facts_of_training(None if fabric is not None else model, optimizer, task.loss, samples, contents), **whole}
     how = ReplicaSettings(
         bucket_bytes=BucketLimit.of(topology),
         clip_norm=topology.optimizer.clip_norm,

@@ -7,11 +7,13 @@ import torch
 from zmqtrain.errors import TaskError
 from zmqtrain.events import Recorder
 from zmqtrain.heap import returning_blocks
+from zmqtrain.membership.alike import Facts
 from zmqtrain.parallel.deferred import SMALLEST_BYTES, CannotDeferError, Tape, deferred, is_deferred
 from zmqtrain.parallel.grid import Grid
 from zmqtrain.parallel.network import NetworkFabric
 from zmqtrain.parallel.placed.model import ParallelModel
 from zmqtrain.topology.schema import Topology
+from zmqtrain.train.alike import facts_of_model
 from zmqtrain.train.divided import divide
 from zmqtrain.train.random_state import seed_everything
 from zmqtrain.train.task import Task, build_model
@@ -20,8 +22,9 @@ from zmqtrain.train.verifying import Ordinary
 
 def divided_model(
     task: Task, topology: Topology, fabric: NetworkFabric, device: torch.device, recorder: Recorder
-) -> tuple[ParallelModel, Ordinary | None]:
-    """This worker's part on a device, with the ordinary model's initial weights, and what it is to be compared with.
+) -> tuple[ParallelModel, Ordinary | None, Facts]:
+    """This worker's part on a device, with the ordinary model's initial weights, what it is to be compared with, and what other
+    workers must have alike of the whole model.
 
     Large tensors are made one after another and cut at once, so that this needs the memory of the part and of one tensor. A model
     that cannot be made so is made whole first, and an event `made whole` says why. Raises `TaskError` and `UsageError`. Called in
@@ -47,7 +50,7 @@ def divided_model(
 
 def _made(
     task: Task, topology: Topology, fabric: NetworkFabric, device: torch.device, recorder: Recorder, tape: Tape | None
-) -> tuple[ParallelModel, Ordinary | None]:
+) -> tuple[ParallelModel, Ordinary | None, Facts]:
     if tape is None:
         model = build_model(task)
         if any(is_deferred(each) for each in (*model.parameters(), *model.buffers())):
@@ -60,7 +63,8 @@ def _made(
     ordinary = Ordinary(task, topology.job.seed, model, tape) if topology.parallel.verify else None
     if tape is None:
         model = model.to(device)
-    return divide(model, topology, fabric, recorder, tape), ordinary
+    facts = facts_of_model(model)
+    return divide(model, topology, fabric, recorder, tape), ordinary, facts
 
 
 def _has_rows(topology: Topology) -> bool:

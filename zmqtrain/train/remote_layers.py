@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from zmqtrain.data.batch import Batch
+    from zmqtrain.membership.alike import Facts
     from zmqtrain.train.adapted_schedule import Schedule
     from zmqtrain.train.device.base import Device
     from zmqtrain.train.evaluate import Evaluation, EvaluationSettings
@@ -49,6 +50,8 @@ class OwnLayers:
     schedule: Schedule | None
     sizes: Mapping[str, int]
     """The number of parameters of each layer of the whole model, by the layer's name."""
+    facts: Facts
+    """What all workers, and those who compute the other layers, must have alike of the whole model."""
 
 
 class RemoteLayers(Protocol):
