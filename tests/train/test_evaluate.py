@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from tests.train.world import Recipe, data_of, network_of, run, topology_of
 from zmqtrain.errors import TaskError, UsageError
@@ -51,6 +53,45 @@ async def test_evaluating_often_changes_nothing() -> None:
         parameters.append((recipe.parameters("worker/1"), recipe.models["worker/1"][1].running_mean.clone()))  # type: ignore[index]
     assert torch.equal(parameters[0][0], parameters[1][0])
     assert torch.equal(parameters[0][1], parameters[1][1])
+
+
+class Noisy(Dataset[Any]):
+    """Draws from all three global generators."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.samples[index]
+        return x + torch.randn(6) + np.random.rand() + random.random(), y
+
+
+class Drawing(nn.Module):
+    """A model that draws, too, while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        return found * torch.rand(1) * (1 + random.random() + np.random.rand()) if self.training else found
+
+
+async def test_what_an_evaluation_draws_changes_nothing() -> None:
+    """So that a run that is resumed after one goes on as if it had not been."""
+    runs = []
+    for eval_every in (1, None):
+        recipe = Recipe(model=Drawing, eval_data=Noisy(data_of(40)))
+        job = {"steps": 5, **({} if eval_every is None else {"eval_every": eval_every})}
+        result = await run(topology_of(job=job, compute={"batch_size": 12}), recipe)
+        assert not result.errors, result.errors
+        runs.append((recipe.parameters("worker/0"), [event["step"] for event in result.recorders["worker/0"].of("eval")]))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert [len(steps) for _, steps in runs] == [5, 1]
 
 
 async def test_fewer_samples_than_workers_and_targets_that_are_no_classes() -> None:

@@ -51,8 +51,10 @@ class EvaluationData:
         return not self._source.stream and (len(self._order) <= batch_size or 1 < batch_size == len(self._order) - 1)
 
     def batch(self, first: int, last: int) -> Batch:
-        """The samples from ``first`` up to, but not including, ``last``."""
-        return self._fetch(self._order[first:last])
+        """The samples from ``first`` up to, but not including, ``last``. What is drawn for them is the same in each evaluation, and
+        what training draws goes on as if nothing had been drawn."""
+        with drawn_from((0, 2, first), restore=True):
+            return self._fetch(self._order[first:last])
 
     def share(self, parts: int, part: int, batch_size: int) -> Iterator[Batch]:
         """Part number ``part`` of ``parts`` even parts, in batches. Raises `TaskError` if the user's code raises.
