@@ -51,6 +51,8 @@ from zmqtrain.simulate.explore import try_seed
         ("servers-async", 30000103),  # a server is asked for something while it hands over and ends
         ("gossip-hypercube", 25000065),  # one that was lost had sent its model of a step that the next of its name takes part in
         ("grids-servers", 1138),  # one had not begun when others agreed on a change, and missed it
+        ("averaging-epoch", 32000112),  # one is lost that had said what its model contains, and the average is made without it
+        ("allreduce", 32000205),  # one is lost before the last step, of which its part was left by others
         ("teams-sync", 20000002),  # nobody knew any more who takes part, and a worker waited on
     ],
 )

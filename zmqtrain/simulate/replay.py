@@ -133,7 +133,8 @@ class Ledger:
         if missing:
             yield f"no exchange of step {missing[0]} counts, but one of step {max(self._counted)}"
         first = {peer: [step for (joined, step) in self._joined if joined == peer] for peer in self._placement_peers()}
-        model, all_spans = run.zeros(), list[Span]()
+        model, all_spans, lack = run.zeros(), list[Span](), list[int]()
+        whole = every * self._topology.compute.groups * self._topology.compute.batch_size
         for step, members in self._counted.items():
             spans = [
                 span
@@ -143,16 +144,18 @@ class Ledger:
                 for span in self._takes.get((peer, each), ())
             ]
             all_spans += spans
+            lack.append(max(0, whole - length_of(spans)))
             scale = self._topology.compute.batch_size / length_of(spans)
             model = np.rint(model - run.gradients_of(spans) * scale)
         for peer, (values, _) in self._models.items():
             found = np.concatenate([values[name] for name in run.layers])
             if not np.array_equal(found, model):
                 yield f"the run's model of {peer} is {found.tolist()}, but what counted gives {model.tolist()}"
-        yield from self._wrong_spans(all_spans, every)
+        yield from self._wrong_spans(all_spans, every, sum(lack[-2:]))
 
-    def _wrong_spans(self, spans: Sequence[Span], every: int) -> Iterator[str]:
-        """Each sample counts once; but nobody trains what the last two exchanges lack, which may be under way together."""
+    def _wrong_spans(self, spans: Sequence[Span], every: int, lack: int) -> Iterator[str]:
+        """Each sample counts once; but nobody trains what the last two exchanges ``lack``, which may be under way together: the
+        batches of those who were lost in them, or what earlier ones had left for these."""
         spans = merged(spans)
         for (_, stop), (start, _) in pairwise(spans):
             if start < stop:
@@ -164,7 +167,9 @@ class Ledger:
         for (_, start), (stop, _) in pairwise(((0, 0), *spans)):
             known = sum(max(0, min(stop, last) - max(start, first)) for first, last in late)
             if start < min(stop, sure) and known < stop - start:
-                yield f"the samples from {start} up to {stop} count nowhere"
+                lack -= stop - start - known
+                if lack < 0:
+                    yield f"the samples from {start} up to {stop} count nowhere"
         lacking = 0 if self._total is None else self._total - length_of(spans)
         if every == 1 and lacking >= len(self._placement.everyone):  # fewer are no step for all workers
             yield f"{lacking} of {self._total} samples count nowhere"

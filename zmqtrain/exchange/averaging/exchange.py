@@ -383,6 +383,7 @@ class AveragingExchange(Serverless):
         copied: dict[Life, int] = {}
 
         async def attempt(group: Group) -> Group:
+            copied.clear()  # one of those that have said it may be lost since then, and its model is not in the average
             await while_all_are_there(group, self._hear_of_copies(group, step, copied))
             for index, kept in errors.items():
                 assert rounded is not None
