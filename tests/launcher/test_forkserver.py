@@ -13,7 +13,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from zmqtrain.errors import HostLostError, UsageError
-from zmqtrain.launcher.child import SCRIPT
+from zmqtrain.launcher.child import SCRIPT, SEED
 from zmqtrain.launcher.entries import SESSION_ENTRY
 from zmqtrain.launcher.forkserver import Child, ForkServer
 from zmqtrain.launcher.output import OutputReader
@@ -121,7 +121,7 @@ async def test_a_role_is_named_in_the_list_of_processes(tmp_path: Path) -> None:
     script.write_text("import psutil\nprint(psutil.Process().cmdline()[0])\n")
     role = RoleEnvironment("worker/3", "tcp://127.0.0.1:1", "token").to_environ()
     async with asyncio.timeout(PATIENCE_S), ForkServer(SESSION_ENTRY) as server:
-        started = await start(server, **role, **{SCRIPT: json.dumps([str(script)])})
+        started = await start(server, **role, **{SCRIPT: json.dumps([str(script)]), SEED: "1"})
         assert await started.end() == (0, "zmqtrain worker/3\n", b"")
 
 

@@ -32,7 +32,7 @@ from zmqtrain.exchange.elastic_sums import GroupSums
 from zmqtrain.exchange.gossip.contents import MixedContents
 from zmqtrain.exchange.gossip.distance import Distance
 from zmqtrain.exchange.gossip.schedule import Partners, Schedule, Shape, is_power_of_two
-from zmqtrain.exchange.gossip.teams import Place, TeamGossip, mixed_tag
+from zmqtrain.exchange.gossip.teams import Place, TeamGossip
 from zmqtrain.exchange.gradient_sum import GradientSum
 from zmqtrain.exchange.members import Members
 from zmqtrain.exchange.release import Release
@@ -397,7 +397,7 @@ class GossipExchange(Serverless):
                         leaving = leaving.with_meta(self._contents.told(step))
                     await self._arithmetic.do(partial(leaving.copy_, part.part(start, stop)), leaving)
                     copied[number].set()
-                    await self._send(index, partners.to, mixed_tag(step, (index, number), self._members.own_incarnation), leaving)
+                    await self._send(index, partners.to, _tag(step, (index, number), self._members.own_incarnation), leaving)
                 else:
                     copied[number].set()
 
@@ -447,7 +447,7 @@ class GossipExchange(Serverless):
         index, process = place[0], self._members.incarnation(source, step) or 0
         with self._recorder.span(f"receive bucket {index} of {source}", "receive", step=step), self._survived():
             async with in_time(source, f"bucket {index} of step {step}", self._settings.timeout_s):
-                payload = await self._endpoint.receive(source, mixed_tag(step, place, process))
+                payload = await self._endpoint.receive(source, _tag(step, place, process))
                 if self._contents is not None:  # it is averaged in any case
                     self._contents.came(self._members.unit(source, step), step, payload.meta, of=len(self._traded))
                 received.append(payload)
@@ -456,6 +456,12 @@ class GossipExchange(Serverless):
     def _survived(self) -> suppress:
         """A context that, if losses are survived, ignores the loss of the partner."""
         return suppress(*([PeerLostError] if self._members.survives else []))
+
+
+def _tag(step: int, place: Place, process: int) -> Tag:
+    """Of a slice of a bucket that is mixed at this step, from this process of the sender: an earlier one of its name may have sent
+    the same slice, of another model, before it was lost."""
+    return ("gossip", step, *place, process)
 
 
 def _average(own: Payload, others: Sequence[Payload]) -> None:

@@ -195,7 +195,7 @@ class TeamGossip:
         async def send() -> None:
             index, span = place[0], self._recorder.span
             with span(f"send bucket {index} to {to}", "send", step=of.step), suppress(PeerLostError):
-                tag = mixed_tag(of.step, place, self._members.own_incarnation)
+                tag = _tag(of.step, place, self._members.own_incarnation)
                 self._lent[place] = await self._endpoint.send(to, tag, outgoing, priority=index)
 
         self._giving[place] = self._begin(send(), f"send bucket {place[0]} of step {of.step}")
@@ -208,7 +208,7 @@ class TeamGossip:
             with suppress(PeerLostError):
                 if self._members.there(source, of.step):  # another process that has its name by now would never send it
                     process = self._members.incarnation(source, of.step) or 0
-                    return await self._endpoint.receive(source, mixed_tag(of.step, place, process))
+                    return await self._endpoint.receive(source, _tag(of.step, place, process))
             return None
 
         task = self._begin(receive(), f"receive bucket {place[0]} of step {of.step}")
@@ -235,7 +235,7 @@ class TeamGossip:
             self._fail(error)
 
 
-def mixed_tag(step: int, place: Place, process: int) -> Tag:
+def _tag(step: int, place: Place, process: int) -> Tag:
     """A part of a model that is mixed at this step, of this process of the sender: an earlier one may have sent the same part, of
     another model, before it was lost."""
     return ("gossip", step, *place, process)
