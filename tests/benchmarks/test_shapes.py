@@ -53,6 +53,7 @@ from zmqtrain.simulate.explore import try_seed
         ("grids-servers", 1138),  # one had not begun when others agreed on a change, and missed it
         ("averaging-epoch", 32000112),  # one is lost that had said what its model contains, and the average is made without it
         ("allreduce", 32000205),  # one is lost before the last step, of which its part was left by others
+        ("servers-async", 33000155),  # three faults delay one worker at once, each many times
         ("teams-sync", 20000002),  # nobody knew any more who takes part, and a worker waited on
     ],
 )

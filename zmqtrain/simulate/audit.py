@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -461,7 +462,7 @@ class Auditor:
                 f"{patience:g} s"
             )
         if self._usual_s is not None:
-            over_s, slower = _over(faults)
+            over_s, slower = _over(faults, self._topology.network.latency or 0.0)
             work_s = SLOWER * slower * self._usual_s
             # What was lost is noticed, waited for and given up; and then the run goes on, or ends.
             notice_s = timeouts.silent_s + timeouts.lost_s + timeouts.request_s + 2 * timeouts.grace_s + RESTART_S
@@ -477,12 +478,18 @@ class Auditor:
         return exchange.kind == "allreduce" or (exchange.kind == "model_server" and exchange.policy == "sync")
 
 
-def _over(faults: Sequence[Fault]) -> tuple[float, float]:
+def _over(faults: Sequence[Fault], latency_s: float) -> tuple[float, float]:
     """When the last of these faults is over, and how many times slower than usual the slowest worker is from then on."""
     over_s, slower = 0.0, 1.0
+    delays = [
+        (fault.at or 0.0, (fault.at or 0.0) + (fault.lasts or 0.0), fault.factor) for fault in faults if fault.kind == "delay"
+    ]
     for fault in faults:
         begins = fault.at or 0.0
         if fault.kind == "slow" and fault.lasts is None:
             slower *= max(1.0, fault.factor)
         over_s = max(over_s, begins + (fault.lasts or 0.0))
+    for begins, ends, _ in delays:  # what is sent while several delay a peer arrives after all of them, times each other
+        together = math.prod(factor for first, last, factor in delays if first <= ends and begins <= last)
+        over_s = max(over_s, ends + together * latency_s)
     return over_s, slower
