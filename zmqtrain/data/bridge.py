@@ -63,12 +63,16 @@ class Bridge:
     def begin(self, work: Awaitable[T], what: str) -> Begun[T]:
         """Let the loop run ``work``. Call `Begun.wait` next. ``what``: its purpose in words, for errors."""
         begun: Begun[T] = Begun(self, what)
-        try:
-            self.loop.call_soon_threadsafe(self._start, work, begun)
-        except RuntimeError:  # the loop is closed
-            work.close()
-            if self.error is None:
-                raise
+        with self.changed:  # so that it is not closed meanwhile: the loop might end before it has started the work
+            if self._closed:
+                work.close()
+                return begun
+            try:
+                self.loop.call_soon_threadsafe(self._start, work, begun)
+            except RuntimeError:  # the loop is closed
+                work.close()
+                if self.error is None:
+                    raise
         return begun
 
     def call(self, work: Awaitable[T], what: str) -> T:
@@ -135,7 +139,8 @@ class Bridge:
 
     async def close(self) -> None:
         """Cancel all running work. Every wait, now and later, raises `ConnectivityError`, or the error given to `abort`."""
-        self._closed = True
+        with self.changed:
+            self._closed = True
         self.abort(ConnectivityError("this worker has ended"))
         await self.abandon()
 
