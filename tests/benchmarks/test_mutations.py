@@ -13,7 +13,7 @@ from zmqtrain.simulate.explore import try_seed
 
 #: Runs on grids really train, which takes time, so only some are tests: of each kind one.
 GRIDS = {"begun_is_counted", "broken_forward_kept", "from_the_wrong_row", "newcomer_without_momentum", "begins_before_all"}
-GRIDS |= {"others_stay", "from_several_groups", "not_aligned", "best_part_counts", "one_row_counts"}
+GRIDS |= {"others_stay", "from_several_groups", "not_aligned", "best_part_counts", "newcomer_with_old_values"}
 TESTED = [each for each in MUTATIONS if each.seed < 100 and (not each.shape.startswith("grid") or each.put.__name__ in GRIDS)]
 
 

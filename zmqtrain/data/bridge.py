@@ -90,6 +90,10 @@ class Bridge:
             return begun.wait()
         except BaseException:
             begun.cancel()
+            with self.changed:  # the loop may have ended before it could start the work
+                begun.left = not begun.started
+            if begun.left:
+                work.close()
             raise
 
     def check_thread(self, what: str) -> None:
@@ -145,6 +149,10 @@ class Bridge:
         await self.abandon()
 
     def _start(self, work: Awaitable[T], begun: Begun[T]) -> None:
+        with self.changed:
+            if begun.left:
+                return
+            begun.started = True
         if self._closed:
             work.close()
             return
@@ -177,6 +185,7 @@ class Begun(Generic[T]):
 
     def __init__(self, bridge: Bridge, what: str) -> None:
         self._bridge, self.what = bridge, what
+        self.started = self.left = False  # whether the loop has begun, and whether nobody waits for it who had to
         self._task: asyncio.Task[None] | None = None
         self._result: list[T] = []
         self._error: BaseException | None = None
