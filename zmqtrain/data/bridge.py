@@ -63,16 +63,12 @@ class Bridge:
     def begin(self, work: Awaitable[T], what: str) -> Begun[T]:
         """Let the loop run ``work``. Call `Begun.wait` next. ``what``: its purpose in words, for errors."""
         begun: Begun[T] = Begun(self, what)
-        with self.changed:  # so that it is not closed meanwhile: the loop might end before it has started the work
-            if self._closed:
-                work.close()
-                return begun
-            try:
-                self.loop.call_soon_threadsafe(self._start, work, begun)
-            except RuntimeError:  # the loop is closed
-                work.close()
-                if self.error is None:
-                    raise
+        try:
+            self.loop.call_soon_threadsafe(self._start, work, begun)
+        except RuntimeError:  # the loop is closed
+            work.close()
+            if self.error is None:
+                raise
         return begun
 
     def call(self, work: Awaitable[T], what: str) -> T:
@@ -90,10 +86,6 @@ class Bridge:
             return begun.wait()
         except BaseException:
             begun.cancel()
-            with self.changed:  # the loop may have ended before it could start the work
-                begun.left = not begun.started
-            if begun.left:
-                work.close()
             raise
 
     def check_thread(self, what: str) -> None:
@@ -143,16 +135,11 @@ class Bridge:
 
     async def close(self) -> None:
         """Cancel all running work. Every wait, now and later, raises `ConnectivityError`, or the error given to `abort`."""
-        with self.changed:
-            self._closed = True
+        self._closed = True
         self.abort(ConnectivityError("this worker has ended"))
         await self.abandon()
 
     def _start(self, work: Awaitable[T], begun: Begun[T]) -> None:
-        with self.changed:
-            if begun.left:
-                return
-            begun.started = True
         if self._closed:
             work.close()
             return
@@ -185,7 +172,6 @@ class Begun(Generic[T]):
 
     def __init__(self, bridge: Bridge, what: str) -> None:
         self._bridge, self.what = bridge, what
-        self.started = self.left = False  # whether the loop has begun, and whether nobody waits for it who had to
         self._task: asyncio.Task[None] | None = None
         self._result: list[T] = []
         self._error: BaseException | None = None

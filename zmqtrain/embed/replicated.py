@@ -524,8 +524,11 @@ class Replicated:
 
     # The choice between held and overlapped gradients.
 
-    def _wait_for_sum(self, summing: Coroutine[Any, Any, None]) -> None:
-        self._wait(self.others.wait("sums", self.scope.sums, summing), "the sum of gradients")
+    def _wait_for_sum(self, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def whole() -> None:  # nothing is left over if the loop ends before it comes to this
+            await self.others.wait("sums", self.scope.sums, begin())
+
+        self._wait(whole(), "the sum of gradients")
 
     def _hold(self, held: bool) -> None:
         self.held = self.replica.holding = held

@@ -44,10 +44,10 @@ class WholeGradients:
         self,
         replica: TorchReplica,
         scope: Scope,
-        wait: Callable[[Coroutine[Any, Any, None]], None],
+        wait: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
         divided: DividedScript | None = None,
     ) -> None:
-        """``wait``: waits for a sum. ``divided``: the model, if its group divides it."""
+        """``wait``: waits for a sum, which it begins. ``divided``: the model, if its group divides it."""
         self._replica, self._scope, self._wait, self._divided = replica, scope, wait, divided
         # A worker may have nothing of a divided parameter; all name the same ones.
         self._names = list(replica.named) if divided is None else divided.trained
@@ -128,7 +128,7 @@ class WholeGradients:
         self._has = torch.tensor([float(name in own or name not in replica.named) for name in self._names])
         if not scope.alone:
             payloads = [TensorPayload.of(self._has), *(bucket.gradients for bucket in replica.buckets)]
-            self._wait(scope.sum(payloads, self._among))
+            self._wait(lambda: scope.sum(payloads, self._among))
             replica.memory.fetch_gradients(1.0 / scope.groups)
         views = replica.memory.gradient_views()
         for name, has in zip(self._names, self._has.tolist(), strict=True):
