@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.simulate.test_elastic_whole_groups import BATCH, STEPS, X, Y, adam, network, sgd, task, workers
+from tests.simulate.test_elastic_whole_groups import BATCH, STEPS, X, Y, adam, network, on_grids, sgd, task, workers
+from tests.simulate.test_elastic_whole_groups import Told as Heard
 from zmqtrain import Task
 from zmqtrain.run.faults import Fault, drain, kill, restart
 from zmqtrain.simulate.run import Options, Result, simulate
@@ -28,60 +29,30 @@ def plain(optimizer: Any = sgd) -> Task:
 
 
 def topology(grid: str, groups: int, staleness: Any = "async", *, shards: int = 2, **sections: Any) -> Topology:
-    rows, columns = map(int, grid.split("x"))
-    size = rows * columns
-    document: dict[str, Any] = {
-        "job": {"task": "given:task", "steps": STEPS, "timeout": "5 s", "elastic": True},
-        "hosts": [{"name": f"h[1-{groups * size}]", "slots": 1}, {"name": f"s[1-{shards}]", "slots": 1}],
-        "compute": {"groups": groups, "group_size": size, "grid": grid, "batch_size": BATCH, "bucket_size": 512},
-        "exchange": {"kind": "model_server", "staleness": staleness, "shards": shards},
-        "optimizer": {"momentum": "task", "look_ahead": "none"},
-        "parallel": {"verify": False},
-        "network": {"bandwidth": "1 Gbit/s", "latency": "1 ms"},
-        "data": {"shuffle": "none"},
-        "simulation": {"payload": "real"},
-    }
-    for name, values in sections.items():
-        document[name] = values if isinstance(values, list) else document.get(name, {}) | values
-    return Topology.from_dict(document)
+    exchange = {"kind": "model_server", "staleness": staleness, "shards": shards}
+    optimizer = {"momentum": "task", "look_ahead": "none"} | sections.pop("optimizer", {})
+    return on_grids(grid, groups, exchange, servers=shards, optimizer=optimizer, **sections)
 
 
 @dataclass
-class Told:
+class Told(Heard):
     """What a run has told."""
 
-    members: list[tuple[str, ...]] = field(default_factory=list)
-    """Who trains, after each change."""
-    lost: list[str] = field(default_factory=list)
-    finished: set[str] = field(default_factory=set)
-    evaluations: list[int] = field(default_factory=list)
+    per_group: int = 1
+    """The number of workers."""
     slots: list[int] = field(default_factory=list)
     """The batches that were taken, by the first worker of each group."""
 
+    def audit(self, peer: str, what: str, values: Mapping[str, Any]) -> None:
+        super().audit(peer, what, values)
+        if what == "takes" and not int(peer.removeprefix("worker/")) % self.per_group:
+            self.slots.append(values["slot"])
+
 
 def tried(given: Topology, *faults: Fault, trained: Task | None = None, **options: Any) -> tuple[Result, Told]:
-    told = Told()
-
-    def report(peer: str, events: list[dict[str, Any]]) -> None:
-        for event in events:
-            if event["kind"] == "view" and (members := tuple(event["values"]["members"])) not in told.members[-1:]:
-                told.members.append(members)
-            elif event["kind"] == "finish":
-                told.finished.add(peer)
-            elif event["kind"] == "eval":
-                told.evaluations.append(event["step"])
-
-    def audit(peer: str, what: str, values: Mapping[str, Any]) -> None:
-        if what == "takes" and not int(peer.removeprefix("worker/")) % given.compute.group_size:
-            told.slots.append(values["slot"])
-
-    def happened(kind: str, values: Mapping[str, Any]) -> None:
-        if kind == "lost":
-            told.lost.append(values["peer"])
-
-    hears: dict[str, Any] = {"on_report": report, "on_audit": audit, "on_event": happened}
-    result = simulate(given, options=Options(faults=faults, task=trained or task(), compare_model=True, **hears, **options))
-    return result, told
+    told = Told(per_group=given.compute.group_size)
+    options |= {"compare_model": True, **told.hears()}
+    return simulate(given, options=Options(faults=faults, task=trained or task(), **options)), told
 
 
 def run(given: Topology, *faults: Fault, trained: Task | None = None, **options: Any) -> Told:

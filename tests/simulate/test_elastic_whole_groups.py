@@ -56,14 +56,20 @@ def task(optimizer: Any = sgd, loss: Any = nn.functional.cross_entropy) -> Task:
 
 def topology(grid: str, groups: int, method: Mapping[str, Any], **sections: Any) -> Topology:
     """``method``: of averaging; or ``gossip``, and its settings."""
+    averaging = {"kind": "averaging", "every": EVERY, "averaging": method}
+    return on_grids(grid, groups, {"kind": "gossip", **method} if "gossip" in method else averaging, **sections)
+
+
+def on_grids(grid: str, groups: int, exchange: Mapping[str, Any], /, *, servers: int = 0, **sections: Any) -> Topology:
+    """Elastic groups on hosts of one worker each; ``servers`` have hosts of their own."""
     rows, columns = map(int, grid.split("x"))
     size = rows * columns
-    averaging = {"kind": "averaging", "every": EVERY, "averaging": method}
+    served = [{"name": f"s[1-{servers}]", "slots": 1}] if servers else []
     document: dict[str, Any] = {
         "job": {"task": "given:task", "steps": STEPS, "timeout": "5 s", "elastic": True},
-        "hosts": [{"name": f"h[1-{groups * size}]", "slots": 1}],
+        "hosts": [{"name": f"h[1-{groups * size}]", "slots": 1}, *served],
         "compute": {"groups": groups, "group_size": size, "grid": grid, "batch_size": BATCH, "bucket_size": 512},
-        "exchange": {"kind": "gossip", **method} if "gossip" in method else averaging,
+        "exchange": dict(exchange),
         "parallel": {"verify": False},
         "network": {"bandwidth": "1 Gbit/s", "latency": "1 ms"},
         "data": {"shuffle": "none"},
@@ -87,41 +93,33 @@ class Told:
     evaluations: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
+    def report(self, peer: str, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            if event["kind"] == "view" and (members := tuple(event["values"]["members"])) not in self.members[-1:]:
+                self.members.append(members)
+            elif event["kind"] == "finish":
+                self.finished.add(peer)
+            elif event["kind"] == "eval":
+                self.evaluations.append(event["step"])
+
+    def audit(self, peer: str, what: str, values: Mapping[str, Any]) -> None:
+        if what == "joined":
+            self.joined[peer] = values["step"], values["source"]
+
+    def happened(self, kind: str, values: Mapping[str, Any]) -> None:
+        if kind == "lost":
+            self.lost.append(values["peer"])
+
+    def hears(self) -> dict[str, Any]:
+        """The options of a run that tells it."""
+        return {"on_report": self.report, "on_audit": self.audit, "on_event": self.happened}
+
 
 def run(given: Topology, *faults: Fault, trained: Task | None = None, folder: Path | None = None, **options: Any) -> Told:
     """A whole run, in which nothing may break, and whose model is what one process makes of it."""
     told = Told()
-
-    def report(peer: str, events: list[dict[str, Any]]) -> None:
-        for event in events:
-            if event["kind"] == "view" and (members := tuple(event["values"]["members"])) not in told.members[-1:]:
-                told.members.append(members)
-            elif event["kind"] == "finish":
-                told.finished.add(peer)
-            elif event["kind"] == "eval":
-                told.evaluations.append(event["step"])
-
-    def audit(peer: str, what: str, values: Mapping[str, Any]) -> None:
-        if what == "joined":
-            told.joined[peer] = values["step"], values["source"]
-
-    def happened(kind: str, values: Mapping[str, Any]) -> None:
-        if kind == "lost":
-            told.lost.append(values["peer"])
-
-    result = simulate(
-        given,
-        options=Options(
-            faults=faults,
-            task=trained or task(),
-            checkpoints=folder,
-            compare_model=True,
-            on_report=report,
-            on_audit=audit,
-            on_event=happened,
-            **options,
-        ),
-    )
+    options |= {"checkpoints": folder, "compare_model": True, **told.hears()}
+    result = simulate(given, options=Options(faults=faults, task=trained or task(), **options))
     assert (result.ending.status, result.broken) == ("done", []), result.ending.error
     told.seconds = result.seconds
     return told
